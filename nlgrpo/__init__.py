@@ -12,7 +12,8 @@ Read `train.py` first: one training step on one screen. Rooms, from the top down
     runtime                 processes, files, clocks
     kernels                 fused ops (the folder ``kernels/`` of the repository)
 
-``integrations`` is for users of other trainers. `ALIASES` are the public modules that live inside a room.
+``errors`` has `UserError`, and how a command ends. ``integrations`` is for users of other trainers. `ALIASES` are the
+public modules that live inside a room.
 """
 
 import sys
@@ -22,6 +23,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from nlgrpo.errors import UserError
+
+__all__ = ["UserError", "__version__"]
 __version__ = "0.1.0"
 
 ALIASES = {

@@ -13,8 +13,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from nlgrpo import __version__
+from nlgrpo import __version__, errors
 from nlgrpo.config import command_line
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import disk_errors
 
 # name: (module:function, description)
@@ -119,12 +120,12 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0; 1, with a message, for an error the user can fix; 2 for an unknown command; 130 after
-    Ctrl-C, if the command does not save and stop then.
+    """Run a command. Returns 0; 2, with a message, for an error the user can fix; 1, with a traceback, for a bug; 130
+    after Ctrl-C, if the command does not save and stop then.
     """
     try:
         try:
-            return _run(sys.argv[1:] if arguments is None else arguments)
+            return errors.run(_run, sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, is done; Python flushes once more at exit
@@ -145,18 +146,11 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments[0] not in COMMANDS:
         near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
-        print(f"error: unknown command {arguments[0]!r}; {hint}", file=sys.stderr)
-        return 2
+        raise UserError(f"unknown command {arguments[0]!r}; {hint}")
     module, function = COMMANDS[arguments[0]][0].split(":")
-    try:
-        command_line.check(arguments[1:], grid=arguments[0] == "sweep")
-        with disk_errors():
-            return int(getattr(importlib.import_module(module), function)(arguments[1:]))
-    except ValueError as error:
-        from rich.console import Console
-
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+    command_line.check(arguments[1:], grid=arguments[0] == "sweep")
+    with disk_errors():
+        return int(getattr(importlib.import_module(module), function)(arguments[1:]))
 
 
 if __name__ == "__main__":

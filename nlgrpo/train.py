@@ -14,6 +14,7 @@ from functools import partial
 
 from transformers.utils.logging import disable_progress_bar
 
+from nlgrpo import errors
 from nlgrpo.config import command_line
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, to_dict
@@ -21,7 +22,6 @@ from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
-from nlgrpo.rewards.reward_functions import RewardError, print_cause
 from nlgrpo.runtime import cpu_threads, host_memory
 from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
@@ -232,19 +232,21 @@ def attempt(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0 when done or stopped by a signal, 1 with a message for an error the user can fix."""
-    try:
-        if arguments is None:  # started by torchrun
-            command_line.check(sys.argv[1:])
-        with disk_errors():
-            cfg, dry_run = from_arguments(sys.argv[1:] if arguments is None else arguments)
-            launch(cfg, dry_run=dry_run)
-    except (ValueError, RewardError) as error:
-        if isinstance(error, RewardError):
-            print_cause(error)
-        if os.environ.get("RANK", "0") == "0":  # every rank has the same message
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+    """Run the command. Returns 0 when done or stopped by a signal, 2 after a UserError, 1 after another exception."""
+    if arguments is None:  # started by torchrun
+        return errors.run(_checked, sys.argv[1:])
+    return errors.run(_main, arguments)
+
+
+def _checked(arguments: Sequence[str]) -> int:
+    command_line.check(arguments)
+    return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    with disk_errors():
+        cfg, dry_run = from_arguments(arguments)
+        launch(cfg, dry_run=dry_run)
     return 0
 
 

@@ -31,6 +31,7 @@ from rich.text import Text
 from nlgrpo import __version__
 from nlgrpo.calibration.alignment import EXPONENTS, Curve, Transform, alignment_curve, at_kl, parse_transform, suggest
 from nlgrpo.calibration.transforms import Log
+from nlgrpo.errors import UserError, as_user_error
 from nlgrpo.evaluation import calibration_figures, figures
 from nlgrpo.objectives.registry import Objective, parse
 from nlgrpo.runtime import user_code
@@ -70,7 +71,7 @@ class Curves:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table and write the files, or print a suggestion. Raises ValueError for invalid options."""
+    """Print the table and write the files, or print a suggestion. Raises UserError for invalid options."""
     options, start = tyro.cli(Curves, args=list(arguments), prog="nlgrpo curves"), time.perf_counter()
     console = Console()
     if options.suggest is not None:
@@ -79,11 +80,11 @@ def main(arguments: Sequence[str]) -> int:
     transforms, procedures = _transforms(options.transforms, options.n), _procedures(options.procedures)
     kls, betas = _numbers("--kls", options.kls), _numbers("--betas", options.betas)
     if not (kls or betas):
-        raise ValueError("--kls is empty; use for example --kls 0.5,1,2, or --betas")
+        raise UserError("--kls is empty; use for example --kls 0.5,1,2, or --betas")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
         ) from None
     curve_of = partial(_rows, kls=kls, betas=betas, n=options.n, procedures=procedures)
@@ -104,12 +105,14 @@ def main(arguments: Sequence[str]) -> int:
 def _transforms(text: str, n: int) -> dict[str, Transform]:
     names = _parts(text)
     if not names:
-        raise ValueError("--transforms is empty; use for example --transforms identity,log,exp:10,bon_fp")
-    return {name: parse_transform(name, n=n, function=user_code.function) for name in names}
+        raise UserError("--transforms is empty; use for example --transforms identity,log,exp:10,bon_fp")
+    with as_user_error():
+        return {name: parse_transform(name, n=n, function=user_code.function) for name in names}
 
 
 def _procedures(text: str) -> list[Objective]:
-    return [parse(name, user_code.function) for name in _parts(text)]
+    with as_user_error():
+        return [parse(name, user_code.function) for name in _parts(text)]
 
 
 def _parts(text: str) -> list[str]:
@@ -121,15 +124,16 @@ def _numbers(option: str, text: str) -> list[float]:
     try:
         return sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError:
-        raise ValueError(f"{option} {text!r}: expected numbers separated by commas, such as {option} 0.5,1,2") from None
+        raise UserError(f"{option} {text!r}: expected numbers separated by commas, such as {option} 0.5,1,2") from None
 
 
 def _rows(
     transform: Transform, kls: Sequence[float], betas: Sequence[float], n: int, procedures: Sequence[Objective]
 ) -> Curve:
-    if betas:
-        return alignment_curve(transform, betas, n, procedures)
-    return at_kl(transform, kls, n, procedures)
+    with as_user_error():
+        if betas:
+            return alignment_curve(transform, betas, n, procedures)
+        return at_kl(transform, kls, n, procedures)
 
 
 def _line(transform: Transform, furthest: float, n: int, procedures: Sequence[Objective]) -> Curve:
@@ -203,7 +207,8 @@ def _points(curves: Mapping[str, Curve], transforms: Mapping[str, Transform]) ->
 
 def _suggest(n: int, kl: float, worst: bool, console: Console) -> None:
     """Print the best t and its win rate, next to the usual transforms and the fixed point, which is optimal."""
-    t = float(f"{suggest(n, kl, worst=worst):.3g}")
+    with as_user_error():
+        t = float(f"{suggest(n, kl, worst=worst):.3g}")
     column, ceiling = ("won_win_rate", "won_fp") if worst else ("bon_win_rate", "bon_fp")
     names = [f"exp:{t:g}", f"exp:{-10 if worst else 10}", "identity", "log", ceiling]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -22,6 +22,7 @@ from nlgrpo.config import recipes, schema, validate
 from nlgrpo.config.overrides import override
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
+from nlgrpo.errors import UserError, as_user_error
 from nlgrpo.evaluation import results
 from nlgrpo.evaluation.model_evaluation import EvaluationOptions, build, evaluate
 from nlgrpo.evaluation.named_models import NamedModel, named
@@ -36,7 +37,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     """Parse ``MODEL... [--reference REF] [--file TOML] [--n 64] [--ns 1,2] [--procedures ..] [--gold ..] [--key x]``.
 
     Starts from the configuration of the first model that is the folder of a run; otherwise from the file, or from the
-    recipe `blank`. Raises ValueError for invalid options.
+    recipe `blank`. Raises UserError for invalid options.
     """
     given = list(arguments)
     names: list[str] = []
@@ -62,17 +63,17 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     parser.add_argument("--no-kl", action="store_true", help="leave out the KL to the reference, a third of the time")
     known, rest = parser.parse_known_args(given)
     if not names:
-        raise ValueError("no model to evaluate; name runs or models first: nlgrpo evaluate runs/a")
+        raise UserError("no model to evaluate; name runs or models first: nlgrpo evaluate runs/a")
     models = named(names)
     base, of_run = _base(models, known.file)
     cfg = _override(base, rest, known.n, of_run)
     ns = tuple(dict.fromkeys(_integers(known.ns)))
     if not ns or not all(1 <= n <= known.n for n in ns):
-        raise ValueError(f"--ns {known.ns}: expected numbers between 1 and --n {known.n}, the completions per prompt")
+        raise UserError(f"--ns {known.ns}: expected numbers between 1 and --n {known.n}, the completions per prompt")
     gold = tuple(name for name in known.gold.split(",") if name)
     unknown = [name for name in gold if name not in cfg.rewards]
     if unknown:
-        raise ValueError(f"--gold {unknown[0]}: unknown reward; the rewards are {', '.join(cfg.rewards)}")
+        raise UserError(f"--gold {unknown[0]}: unknown reward; the rewards are {', '.join(cfg.rewards)}")
     procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
     reference = known.reference or cfg.model.path
     return EvaluationOptions(models, reference, known.out, procedures, ns, gold, not known.no_kl), cfg
@@ -103,7 +104,7 @@ def _override(base: Config, rest: Sequence[str], n: int, of_run: bool) -> Config
     if not of_run and not cfg.data.evaluation:  # nothing was trained on these prompts: use all of them
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, evaluation=cfg.data.source))
     if cfg.evaluation.prompts < 1:
-        raise ValueError(f"evaluation.prompts = {cfg.evaluation.prompts}: an evaluation needs at least one prompt")
+        raise UserError(f"evaluation.prompts = {cfg.evaluation.prompts}: an evaluation needs at least one prompt")
     validate.check(cfg)
     return cfg
 
@@ -112,7 +113,7 @@ def _integers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise ValueError(f"--ns {text}: expected whole numbers separated by commas, such as 1,2,4") from None
+        raise UserError(f"--ns {text}: expected whole numbers separated by commas, such as 1,2,4") from None
 
 
 def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> list[str]:
@@ -120,12 +121,13 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
     found = []
     for text in filter(None, map(str.strip, procedures)):
         for name in [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]:
-            again = rewind.parse(name)
+            with as_user_error():
+                again = rewind.parse(name)
+                chosen = again or parse(name, user_code.function)
             if again is not None and again.most > samples:
-                raise ValueError(f"--procedures {again}: needs up to {again.most} samples, and --n is {samples}")
-            chosen = again or parse(name, user_code.function)
+                raise UserError(f"--procedures {again}: needs up to {again.most} samples, and --n is {samples}")
             if isinstance(chosen, MajorityVote) and chosen.n > samples:
-                raise ValueError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
+                raise UserError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
             found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
     return list(dict.fromkeys(found))
 
@@ -134,7 +136,7 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Evaluate, write the results and print them. Raises ValueError for user errors."""
+    """Evaluate, write the results and print them. Raises UserError for user errors."""
     options, cfg = read_arguments(arguments)
     with process_group.start(cfg.limits()) as ranks:
         e = build(options, cfg, ranks)

@@ -26,6 +26,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.inputs import unread_files
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation.rollout_tables import draw_calibration, ks_tables, table
 from nlgrpo.runtime.console import first_tokens, named_lines
 from nlgrpo.runtime.supervision import process_group
@@ -63,25 +64,25 @@ class Options:
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
-    """Parse the command line. Raises ValueError for options that cannot be run."""
+    """Parse the command line. Raises UserError for options that cannot be run."""
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo rollout", description=ABOUT, return_unknown_args=True
     )
     cfg, _ = from_arguments(rest)
     if options.samples < 2:
-        raise ValueError(
+        raise UserError(
             f"--samples {options.samples}: expected at least 2, because rewards are ranked among a prompt's samples"
         )
     if options.samples >= 2**31:
-        raise ValueError(f"--samples {options.samples}: expected less than 2^31")
+        raise UserError(f"--samples {options.samples}: expected less than 2^31")
     most = max(options.ks, default=0) if options.ks_nested else sum(sorted(options.ks)[-2:])
     if options.ks and (len(options.ks) < 2 or min(options.ks) < 1 or most > options.samples):
-        raise ValueError(
+        raise UserError(
             f"--ks {' '.join(map(str, options.ks))}: expected two or more numbers; any two of them together at most "
             f"--samples {options.samples}, or with --ks-nested each of them"
         )
     if options.prompts is not None and options.prompts < 1:
-        raise ValueError(f"--prompts {options.prompts}: expected >= 1; omit it for all prompts")
+        raise UserError(f"--prompts {options.prompts}: expected >= 1; omit it for all prompts")
     validate.check(cfg)
     return options, cfg
 
@@ -113,7 +114,7 @@ def _repeated(batch: Batch) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
+    """Return exit status 0 when done, or saved after a signal. Raises UserError for user errors."""
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every reward model
     with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:

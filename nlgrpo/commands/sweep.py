@@ -22,6 +22,7 @@ from nlgrpo.config.grid import Setting
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import dashed
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation.results import Row, format_interval, summarize
 from nlgrpo.training.sweeps import state as sweep_state
 from nlgrpo.training.sweeps.launchers import SlurmOptions, launcher, submitit, visible_gpus
@@ -84,13 +85,13 @@ def main(arguments: Sequence[str]) -> int:
         unused = [name for name, value in vars(options.slurm).items() if value != getattr(SlurmOptions(), name)]
         if unused:
             names = ", ".join(dashed(f"--slurm.{name}") for name in unused)
-            raise ValueError(f"{names}: only with --launcher slurm; this sweep runs on this machine")
+            raise UserError(f"{names}: only with --launcher slurm; this sweep runs on this machine")
     command = grid.read(rest)
     folder = options.out or Path(f"runs/{from_arguments(command.start)[0].recipe}-sweep")
     known = sweep_state.read(folder).points[0].overrides if (folder / sweep_state.FILE).exists() else ()
     axes = command.axes(known)
     if not axes:
-        raise ValueError("no option has several values; separate values by commas, such as --loss.beta 1e-2,1e-1")
+        raise UserError("no option has several values; separate values by commas, such as --loss.beta 1e-2,1e-1")
     return run(
         command.start,
         command.rows(),
@@ -122,7 +123,7 @@ def run(
 
     ``start``: arguments of `nlgrpo train` for every point. ``rows``: the options of each point, without dashes.
     ``axes``: the options in which points differ and by which they are named; all by default. ``where``: the launcher,
-    with ``slurm`` for the resources of a job. Raises ValueError for a configuration that cannot be run, before any
+    with ``slurm`` for the resources of a job. Raises UserError for a configuration that cannot be run, before any
     point starts, and for a folder of something else.
     """
     settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
@@ -148,7 +149,7 @@ def run(
     except BrokenPipeError:  # the reader of the output is gone
         raise
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"the sweep cannot use {folder}: {error}; once that is fixed, the same command resumes"
         ) from error
     _show(manifest)
@@ -162,17 +163,17 @@ def run(
 
 
 def _check(settings: Sequence[Setting], ranks: int, jobs: int, slurm: SlurmOptions | None = None) -> None:
-    """Check all points. Raises ValueError with the faults of all of them. ``slurm``: None on this machine."""
+    """Check all points. Raises UserError with the faults of all of them. ``slurm``: None on this machine."""
     for option, number in (("nproc-per-node", ranks), ("jobs", jobs)):
         if number < 1:
-            raise ValueError(f"--{option} = {number}: allowed is >= 1")
+            raise UserError(f"--{option} = {number}: allowed is >= 1")
     if slurm is not None:
         submitit()
         if faults := slurm.faults(ranks):
-            raise ValueError("\n".join(faults))
+            raise UserError("\n".join(faults))
     world = ranks * (1 if slurm is None else slurm.nodes)
     if slurm is None and jobs > 1 and 0 < len(visible_gpus()) < jobs * ranks:
-        raise ValueError(
+        raise UserError(
             f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(visible_gpus())}"
         )
     found: dict[str, list[str]] = {}
@@ -183,14 +184,14 @@ def _check(settings: Sequence[Setting], ranks: int, jobs: int, slurm: SlurmOptio
         whose = {fault: "all" if len(names) == len(settings) else "; ".join(names) for fault, names in found.items()}
         count = len({name for names in found.values() for name in names})
         lines = [f"{count} of {len(settings)} points cannot be run:", *(f"  {f} ({whose[f]})" for f in found)]
-        raise ValueError("\n".join(lines))
+        raise UserError("\n".join(lines))
 
 
 def _check_no_jobs(points: Sequence[Point]) -> None:
-    """Raise ValueError if a job may be at work on a point: two runs must not share a folder."""
+    """Raise UserError if a job may be at work on a point: two runs must not share a folder."""
     jobs = [point.job for point in points if point.job and point.state in ("queued", "running")]
     if jobs:
-        raise ValueError(
+        raise UserError(
             f"job {', '.join(jobs)} of this sweep may still run on the cluster; use --launcher slurm, which attaches "
             "to it"
         )

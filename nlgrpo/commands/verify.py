@@ -34,6 +34,7 @@ from nlgrpo.commands.verification import check_training as training
 from nlgrpo.commands.verification import check_vbon as vbon
 from nlgrpo.commands.verification import verification_figures
 from nlgrpo.commands.verification.claims import Proof, Result
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation import figures
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / FILE).unlink(missing_ok=True)  # remove the results of an earlier run
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
         ) from None
     console, start = Console(), time.perf_counter()

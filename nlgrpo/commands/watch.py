@@ -11,6 +11,8 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
+from nlgrpo.errors import UserError
+
 PORT = 8642
 
 
@@ -35,15 +37,13 @@ def main(arguments: Sequence[str]) -> int:
 
     options = tyro.cli(Watch, args=list(arguments), prog="nlgrpo watch")
     if not options.folders:
-        raise ValueError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
+        raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
     with tempfile.TemporaryDirectory(prefix="nlgrpo-watch-") as folder:
         live = live_report.LiveReport(options.folders, Path(folder))
         try:
             served = live_report.server(live, options.host, options.port)
         except OSError as error:
-            raise ValueError(
-                f"cannot serve on {options.host}:{options.port}: {error.strerror}; try --port 0"
-            ) from error
+            raise UserError(f"cannot serve on {options.host}:{options.port}: {error.strerror}; try --port 0") from error
         print(f"http://{options.host}:{served.server_address[1]}  (Ctrl-C ends it)", flush=True)
         following = threading.Thread(target=live.follow, daemon=True)
         following.start()

@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
+from nlgrpo.errors import UserError
+
 PREFIX = "NLGRPO_"
 # Environment variables of the package, and of this repository's tests and scripts.
 VARIABLES = (
-    "NLGRPO_API_KEY", "NLGRPO_ATTENTION", "NLGRPO_BUILD_EXT", "NLGRPO_EXT", "NLGRPO_TRITON",
+    "NLGRPO_API_KEY", "NLGRPO_ATTENTION", "NLGRPO_BUILD_EXT", "NLGRPO_DEBUG", "NLGRPO_EXT", "NLGRPO_TRITON",
     "NLGRPO_FUZZ_OP", "NLGRPO_KIT_COUNTS", "NLGRPO_KIT_WHEELS", "NLGRPO_SANITIZE", "NLGRPO_SHARED",
 )  # fmt: skip
 
@@ -19,11 +21,11 @@ VARIABLES = (
 def check(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, *, grid: bool = False) -> None:
     """Note options that are given twice, and unknown environment variables, on the standard error of the first rank.
 
-    Raises ValueError for variables that are misspelled, and in a ``grid`` for options that are given twice.
+    Raises UserError for variables that are misspelled, and in a ``grid`` for options that are given twice.
     """
     repeated = _repeated(arguments)
     if repeated and grid:
-        raise ValueError(f"{repeated[0]} is given twice; give it once, with commas between its values")
+        raise UserError(f"{repeated[0]} is given twice; give it once, with commas between its values")
     notes = [f"{option} is given twice; only the last one counts" for option in repeated]
     for note in (*notes, *_unknown_variables(environ)):
         if environ.get("RANK", "0") == "0":
@@ -53,8 +55,8 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
         if not name.startswith(PREFIX) or name in VARIABLES:
             continue
         if near := difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1):
-            raise ValueError(f"the environment variable {name} is not known; did you mean {known[near[0]]}?")
+            raise UserError(f"the environment variable {name} is not known; did you mean {known[near[0]]}?")
         notes.append(f"nlgrpo does not read the environment variable {name}")
     if environ.get("NLGRPO_TRITON", "") not in ("", "0", "1"):
-        raise ValueError(f"NLGRPO_TRITON = {environ['NLGRPO_TRITON']!r}: expected 0 (without Triton) or 1")
+        raise UserError(f"NLGRPO_TRITON = {environ['NLGRPO_TRITON']!r}: expected 0 (without Triton) or 1")
     return notes

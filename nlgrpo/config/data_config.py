@@ -9,12 +9,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from nlgrpo.errors import UserError
+
 
 def _table(words: Sequence[str]) -> dict[str, Any]:
     """Read a table from the command line."""
     value = json.loads(words[0])
     if not isinstance(value, dict):
-        raise ValueError("expected a JSON object")
+        raise UserError("expected a JSON object")
     return value
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from nlgrpo.config.overrides import LISTS, canonical
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, dashed
+from nlgrpo.errors import UserError
 
 OBJECTIVE = "objective"  # sets the objective of all rewards
 SHORT = {"seed": "train.seed"}
@@ -34,7 +35,7 @@ LONGEST_PART, LONGEST_NAME = 60, 120  # maximum characters of one key=value, and
 def split(text: str) -> list[str]:
     """Split ``text`` into values at commas outside of brackets and quotes.
 
-    A quote counts only inside brackets and at the start of a value, so an apostrophe is not one. Raises ValueError for
+    A quote counts only inside brackets and at the start of a value, so an apostrophe is not one. Raises UserError for
     unbalanced brackets or quotes, and for an empty value.
     """
     if "," not in text:
@@ -56,10 +57,10 @@ def split(text: str) -> list[str]:
         if depth < 0:
             break
     if quote or depth:
-        raise ValueError(f"{text}: unbalanced {'quote' if quote else 'bracket'}; put such a value in quotes")
+        raise UserError(f"{text}: unbalanced {'quote' if quote else 'bracket'}; put such a value in quotes")
     values = [part.strip() for part in (*parts, text[start:])]
     if not all(values):
-        raise ValueError(f"{text}: empty value between commas; write an empty text as ''")
+        raise UserError(f"{text}: empty value between commas; write an empty text as ''")
     return [_unquoted(value) for value in values]
 
 
@@ -88,14 +89,14 @@ class Command:
 def read(arguments: Sequence[str]) -> Command:
     """Parse ``[recipe] [file.toml] [--key value[,value ...] ...]``, with short forms ``--objective`` and ``--seed``.
 
-    Raises ValueError for an option that is given twice, also as a switch, and for values not separated by commas.
+    Raises UserError for an option that is given twice, also as a switch, and for values not separated by commas.
     """
     first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     start, options = list(arguments[:first]), dict[str, list[str]]()
     seen = set[str]()
     for key, parts in _options(arguments[first:]):
         if canonical(key) in seen:
-            raise ValueError(f"--{key} is given twice; give it once, with commas between its values")
+            raise UserError(f"--{key} is given twice; give it once, with commas between its values")
         seen.add(canonical(key))
         if not parts:
             start.append(f"--{key}")
@@ -114,20 +115,20 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif found:
             found[-1][1].append(argument)
         else:
-            raise ValueError(f"{argument} is not an option; `nlgrpo train --help` lists the keys")
+            raise UserError(f"{argument} is not an option; `nlgrpo train --help` lists the keys")
     return found
 
 
 def _values(key: str, parts: Sequence[str]) -> list[str]:
     is_list = dashed(f"--{key}") in LISTS
     if len(parts) > 1 and not is_list:
-        raise ValueError(f"--{key} {' '.join(parts)}: separate values by commas, without spaces: {','.join(parts)}")
+        raise UserError(f"--{key} {' '.join(parts)}: separate values by commas, without spaces: {','.join(parts)}")
     if len(parts) > 1:  # one list, as `nlgrpo train` takes it
         return [f"[{','.join(parts)}]"]
     values = split(parts[0])
     if is_list and len(values) > 1 and not all(value[0] + value[-1] in ("[]", "()") for value in values):
         one, several = f"[{','.join(values)}]", ",".join(f"[{value}]" for value in values)
-        raise ValueError(f"--{key} is a list: write {one} for one value, {several} for {len(values)}")
+        raise UserError(f"--{key} is a list: write {one} for one value, {several} for {len(values)}")
     return values
 
 
@@ -146,17 +147,17 @@ class Setting:
 def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequence[str]) -> list[Setting]:
     """Return a point for each of ``rows``, which have the same options; points differ in the ``axes``.
 
-    Raises ValueError for options that a sweep sets itself or in ``start`` that ``rows`` override, for rows with
+    Raises UserError for options that a sweep sets itself or in ``start`` that ``rows`` override, for rows with
     different options, and for rows with the same configuration.
     """
     given = [argument[2:].partition("=")[0] for argument in start if argument.startswith("--")]
     _check_rows(rows)
     for key in [*given, *rows[0]]:
         if key in NOT_SWEPT:
-            raise ValueError(f"--{key} cannot be given to a sweep: {NOT_SWEPT[key]}")
+            raise UserError(f"--{key} cannot be given to a sweep: {NOT_SWEPT[key]}")
     rewards = from_arguments([*start, *_arguments(rows[0], [])])[0].rewards
     if OBJECTIVE in rows[0] and not rewards:
-        raise ValueError("--objective needs a reward, and there is none; add one with --rewards.NAME.function")
+        raise UserError("--objective needs a reward, and there is none; add one with --rewards.NAME.function")
     found: dict[str, Setting] = {}
     for row in rows:
         arguments = [*start, *_arguments(row, rewards)]
@@ -164,7 +165,7 @@ def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequ
         setting = Setting(dict(_override(config, key, row[key]) for key in axes), arguments, config)
         twin = found.setdefault(repr(config), setting)
         if twin is not setting:
-            raise ValueError(f"two points have the same configuration: {twin.overrides} and {setting.overrides}")
+            raise UserError(f"two points have the same configuration: {twin.overrides} and {setting.overrides}")
     _check_used(start, given, rows[0], list(found.values()))
     return list(found.values())
 
@@ -172,14 +173,14 @@ def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequ
 def _check_rows(rows: Sequence[Mapping[str, str]]) -> None:
     for i, row in enumerate(rows):
         if differing := sorted(row.keys() ^ rows[0].keys()):
-            raise ValueError(
+            raise UserError(
                 f"point {i + 1} of the grid and the first one differ in the options {', '.join(differing)}; give every "
                 "point the same ones"
             )
 
 
 def _check_used(start: Sequence[str], given: Sequence[str], row: Mapping[str, str], found: Sequence[Setting]) -> None:
-    """Raise ValueError for an option of all points that the options of the grid override in each of them."""
+    """Raise UserError for an option of all points that the options of the grid override in each of them."""
     base = from_arguments(start)[0]
     varied = {canonical(key) for key in row}
     for key in map(canonical, given):
@@ -189,7 +190,7 @@ def _check_used(start: Sequence[str], given: Sequence[str], row: Mapping[str, st
         name, value = _override(base, key, "")
         if all(_override(setting.config, key, "")[1] != value for setting in found):
             other = f"--{OBJECTIVE}" if objective else f"--{key}"
-            raise ValueError(f"{name} = {shown(value)} is given for all points, and {other} of the grid overrides it")
+            raise UserError(f"{name} = {shown(value)} is given for all points, and {other} of the grid overrides it")
 
 
 def _arguments(options: Mapping[str, str], rewards: Collection[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 
 from nlgrpo.config.schema import AnyConfig, Config, RewardConfig, dashed, read_toml
+from nlgrpo.errors import UserError
 
 ABOUT = """Train a model: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]
 
@@ -69,7 +70,7 @@ def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, abou
     if rest and not rest[0].startswith("-"):
         file = rest.pop(0)
         if not file.endswith(".toml"):
-            raise ValueError(f"expected a .toml file or --section.key value, got {file!r}")
+            raise UserError(f"expected a .toml file or --section.key value, got {file!r}")
         config = read_toml(Path(file), dataclasses.replace(config, name=Path(file).stem))  # type: ignore[type-var]
     return lay_over(config, rest, program=program, about=about)
 

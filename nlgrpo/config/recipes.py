@@ -22,6 +22,7 @@ from nlgrpo.config.schema import (
     read_toml,
 )
 from nlgrpo.data.folders import SUFFIXES
+from nlgrpo.errors import UserError
 
 
 def maze() -> Config:
@@ -196,7 +197,7 @@ DEFAULT = "maze"
 
 
 def recipe(name: str) -> Config:
-    """Return the recipe of this name. Raises ValueError with the nearest name if there is none."""
+    """Return the recipe of this name. Raises UserError with the nearest name if there is none."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         hint = (
@@ -204,7 +205,7 @@ def recipe(name: str) -> Config:
             if near
             else f"recipes: {', '.join(RECIPES)}, or a file whose name ends in .toml"
         )
-        raise ValueError(f"unknown recipe {name!r}; {hint}")
+        raise UserError(f"unknown recipe {name!r}; {hint}")
     return RECIPES[name]()
 
 
@@ -216,7 +217,7 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     """
     for argument in arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise ValueError(f"{argument!r} is not valid UTF-8")
+            raise UserError(f"{argument!r} is not valid UTF-8")
     dry_run = "--dry-run" in arguments
     rest = [argument for argument in arguments if argument != "--dry-run"]
     named: list[str] = []
@@ -225,7 +226,7 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     files = [Path(name) for name in named if name.endswith(".toml")]
     names = [name for name in named if not name.endswith(".toml")]
     if len(names) > 1 or len(files) > 1:
-        raise ValueError(f"expected at most one recipe and one .toml file, got {' '.join(named)}")
+        raise UserError(f"expected at most one recipe and one .toml file, got {' '.join(named)}")
     if files:
         cfg = _of_file(files[0], names[0] if names else None)
     else:
@@ -240,21 +241,21 @@ def _of_file(path: Path, name: str | None) -> Config:
     """Lay the file over the recipe ``name``, over the recipe that the file names, or over ``blank``."""
     cfg = read_toml(path, recipe(name) if name else dataclasses.replace(recipe("blank"), recipe=""))
     if name and cfg.recipe != name:
-        raise ValueError(f"{path} names the recipe {cfg.recipe!r}, but {name!r} was given; name only one of them")
+        raise UserError(f"{path} names the recipe {cfg.recipe!r}, but {name!r} was given; name only one of them")
     if name:
         return cfg
     return read_toml(path, recipe(cfg.recipe)) if cfg.recipe else dataclasses.replace(cfg, recipe=path.stem)
 
 
 def _check_paths(cfg: Config, file: Path) -> None:
-    """Raise ValueError for a file that is beside the configuration file, but not in the working directory."""
+    """Raise UserError for a file that is beside the configuration file, but not in the working directory."""
     named = {"data.source": cfg.data.source, "data.evaluation": cfg.data.evaluation}
     for name, reward in cfg.rewards.items():
         named[f"rewards.{name}.function"] = reward.function
     for key, value in named.items():
         path = Path(value.rpartition(".py:")[0] + ".py" if ".py:" in value else value)
         if path.suffix in (".py", ".gz", *SUFFIXES) and not os.path.isfile(path) and os.path.isfile(file.parent / path):
-            raise ValueError(
+            raise UserError(
                 f"{file}: {key} = {value!r} is beside this file, but paths are relative to the working directory: "
                 f"write {str(file.parent / value)!r}, or start nlgrpo in {file.parent}"
             )

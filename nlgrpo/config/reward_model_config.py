@@ -100,7 +100,7 @@ def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:
 
 
 def check(cfg: RewardModelConfig) -> None:
-    """Check a configuration. Raises ValueError that lists every fault with the value and what is allowed."""
+    """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
     need, data, train = partial(need_of, cfg), cfg.data, cfg.train
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     refuse(

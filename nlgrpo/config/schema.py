@@ -19,6 +19,7 @@ from nlgrpo.config.data_config import DataConfig
 from nlgrpo.config.environment_config import EnvironmentConfig
 from nlgrpo.config.optim_config import OptimConfig
 from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
@@ -362,21 +363,21 @@ def to_dict(config: Config) -> dict[str, Any]:
 def from_dict(values: Mapping[str, Any], base: Config | None = None, where: str = "the configuration") -> Config:
     """Return ``base`` with ``values`` laid over it. A [rewards] table replaces all rewards.
 
-    Raises ValueError for an unknown key, with the nearest known one, and for a value of the wrong type.
+    Raises UserError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
     return overlay(base or Config(), values, where)
 
 
 def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
-    """Return ``base`` with a TOML file laid over it. Raises ValueError as `from_dict`, and for an unreadable file."""
+    """Return ``base`` with a TOML file laid over it. Raises UserError as `from_dict`, and for an unreadable file."""
     if not path.is_file():
-        raise ValueError(f"there is no configuration file {path}")
+        raise UserError(f"there is no configuration file {path}")
     try:
         values = tomllib.loads(path.read_text("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
+        raise UserError(f"{path} is not TOML: {error}") from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     return overlay(base, values, str(path))
 
 
@@ -391,11 +392,11 @@ def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
-            raise ValueError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix, root)}")
+            raise UserError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix, root)}")
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) or typing.get_origin(hints[key]) is dict:
             if not isinstance(value, Mapping):
-                raise ValueError(f"{where}: {name} must be a table, got {value!r}")
+                raise UserError(f"{where}: {name} must be a table, got {value!r}")
             if dataclasses.is_dataclass(current):
                 changes[key] = _overlay(current, value, where, f"{name}.", root)
             elif hints[key] == dict[str, Any]:
@@ -421,7 +422,7 @@ def _coerce(value: Any, kind: Any, where: str, name: str) -> Any:
             return float(value)
         if option in (int, str, bool, type(None)) and type(value) is option:
             return value
-    raise ValueError(f"{where}: {name} = {value!r}: expected {' or '.join(map(_describe, options))}")
+    raise UserError(f"{where}: {name} = {value!r}: expected {' or '.join(map(_describe, options))}")
 
 
 def _describe(kind: Any) -> str:

@@ -17,6 +17,7 @@ from nlgrpo.calibration import variational
 from nlgrpo.calibration.transforms import parse_transform
 from nlgrpo.config.data_config import DataConfig, buffer_faults
 from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
+from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, importance_sampling, registry
 from nlgrpo.objectives.majority import MOST_VOTES
@@ -28,15 +29,15 @@ ENVIRONMENT_DATA = ("shuffle", "limit", "chat_template_kwargs")  # what an envir
 
 
 def check(config: Config, *, world: int = 1) -> None:
-    """Check a configuration. Raises ValueError that lists every fault with the value and what is allowed."""
+    """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
     refuse(_faults(config, world))
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise ValueError with the faults that are not empty, if any."""
+    """Raise UserError with the faults that are not empty, if any."""
     lines = [f"  {fault}" for fault in faults if fault]
     if lines:
-        raise ValueError("\n".join(["the configuration cannot be run:", *lines]))
+        raise UserError("\n".join(["the configuration cannot be run:", *lines]))
 
 
 def need_of(config: Any, name: str, allowed: str, good: bool) -> str:

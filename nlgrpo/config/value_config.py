@@ -14,6 +14,7 @@ import tyro
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
 from nlgrpo.config.validate import lora_faults, need_of, optim_faults, refuse, train_faults
+from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
 from nlgrpo.runtime import secrets
@@ -144,13 +145,13 @@ class TrainerOptions:
 def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> ValueConfig:
     """Parse ``[file.toml] [--section.key value ...]`` of `nlgrpo value train` or `compress`.
 
-    Raises ValueError if `compress` has no compress.values, or `train` has some.
+    Raises UserError if `compress` has no compress.values, or `train` has some.
     """
     program = f"nlgrpo value {'compress' if compress else 'train'}"
     start = ValueConfig(name="compressed") if compress else ValueConfig()
     cfg = from_file(start, arguments, program=program, about=COMPRESS if compress else ABOUT)
     if bool(cfg.compress.values) != compress:
-        raise ValueError(
+        raise UserError(
             "compress.values is empty: name the value models to compress"
             if compress
             else "compress.values is for `nlgrpo value compress`; `nlgrpo value train` fits rewards"
@@ -159,7 +160,7 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
 
 
 def check(cfg: ValueConfig) -> None:
-    """Check a configuration. Raises ValueError that lists every fault with the value and what is allowed."""
+    """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
     need, data, loss, compress = partial(need_of, cfg), cfg.data, cfg.loss, cfg.compress
     head_only = cfg.train.head_only  # Muon is for the matrices of the blocks
     plain = loss.kind == "mse" and loss.lam == loss.gamma == 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nlgrpo.data.messages import brief, messages_of, without_none
 from nlgrpo.data.sources import nearest
+from nlgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +99,7 @@ class ChatOptions:
     def conversation(self, prompt: Prompt, where: str) -> Prompt:
         """Return the prompt as a conversation, if it is one or these options make one of it.
 
-        Raises ValueError, which names ``where``, as `messages.messages_of`.
+        Raises UserError, which names ``where``, as `messages.messages_of`.
         """
         if isinstance(prompt, str):
             if not self.from_text and self.system_prompt is None:
@@ -110,22 +111,22 @@ class ChatOptions:
         return [self._system_message(), *messages]
 
     def with_row(self, row: Mapping[str, Any], where: str) -> ChatOptions:
-        """Return the options for a row of the data. Raises ValueError for columns of another kind."""
+        """Return the options for a row of the data. Raises UserError for columns of another kind."""
         kwargs, tools = row.get("chat_template_kwargs"), row.get("tools")
         if kwargs is None and tools is None:
             return self
         kwargs, tools = _from_json(kwargs, where, "chat_template_kwargs"), _from_json(tools, where, "tools")
         if not isinstance(kwargs, Mapping | None):
-            raise ValueError(f"{where}: column 'chat_template_kwargs' holds {brief(kwargs)} instead of an object.")
+            raise UserError(f"{where}: column 'chat_template_kwargs' holds {brief(kwargs)} instead of an object.")
         if not (tools is None or (isinstance(tools, list | tuple) and all(isinstance(t, Mapping) for t in tools))):
-            raise ValueError(f"{where}: column 'tools' holds {brief(tools)} instead of a list of tool schemas.")
+            raise UserError(f"{where}: column 'tools' holds {brief(tools)} instead of a list of tool schemas.")
         # Arrow gives all rows of a column the same keys, and None to those that a row does not have.
         given = {name: value for name, value in (kwargs or {}).items() if value is not None}
         added = [cast(Mapping[str, Any], without_none(tool)) for tool in tools or ()]
         return ChatOptions(self.system_prompt, self.from_text, {**self.template_kwargs, **given}, [*self.tools, *added])
 
     def check_used(self, where: str, conversations: Iterable[Sequence[Mapping[str, Any]]]) -> None:
-        """Raise ValueError for options that change no prompt.
+        """Raise UserError for options that change no prompt.
 
         ``conversations``: those among the prompts, as `conversation` returns them. Without any, the arguments and tools
         of the template are not used; the system prompt is not if all have a system message of their own.
@@ -139,13 +140,13 @@ class ChatOptions:
             if not self.system_prompt or messages[0] == self._system_message():
                 return
         if rendered and self.system_prompt:
-            raise ValueError(
+            raise UserError(
                 f"{where}: system_prompt = {self.system_prompt[:60]!r} is not used, because all conversations have a "
                 "system message of their own. Remove system_prompt, or their system messages."
             )
         if of_template:
             given = "chat_template_kwargs" if self.template_kwargs else "tools"
-            raise ValueError(
+            raise UserError(
                 f"{where}: {given} is for the chat template, but all prompts are texts, which it does not render. Set "
                 f"chat = true to make conversations of them, or remove {given}."
             )
@@ -175,7 +176,7 @@ class ChatOptions:
         with its answer, which ends there. ``checked`` = False: allow roles, tool calls and messages that the template
         does not write.
 
-        Raises ValueError, which names ``where``, without a chat template, for arguments, tools, roles and tool calls
+        Raises UserError, which names ``where``, without a chat template, for arguments, tools, roles and tool calls
         that the template does not have, for messages that it rejects or leaves out, for tool calls at the end, and as
         `messages.messages_of`.
         """
@@ -185,12 +186,12 @@ class ChatOptions:
             plain = _with_known_roles(plain, template, where)
         continued = not whole and plain[-1]["role"] == "assistant"
         if continued and plain[-1].get("tool_calls"):
-            raise ValueError(
+            raise UserError(
                 f"{where} ends with tool calls of the assistant, which cannot be continued. Add the result of the tool "
                 "as a message of the role 'tool', or remove the message."
             )
         if continued and "content" not in plain[-1]:
-            raise ValueError(
+            raise UserError(
                 f"{where} ends with reasoning of the assistant without content, which cannot be continued. Add the "
                 "beginning of its answer as the content, or remove the message."
             )
@@ -206,9 +207,9 @@ class ChatOptions:
         return text
 
     def _template(self, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-        """Return the source of the chat template. Raises ValueError for arguments that it would ignore."""
+        """Return the source of the chat template. Raises UserError for arguments that it would ignore."""
         if tokenizer.chat_template is None:
-            raise ValueError(
+            raise UserError(
                 f"{where} is a conversation, but the tokenizer has no chat template.\n"
                 "  Use the tokenizer of an instruct model, set its chat_template, or give the prompts as texts."
             )
@@ -219,31 +220,31 @@ class ChatOptions:
         known = _variables(template)
         for name in self.template_kwargs:
             if name not in known:
-                raise ValueError(
+                raise UserError(
                     f"{where}: the chat template has no argument {name!r}. It has {', '.join(sorted(known))}."
                     f"{nearest(name, known)}"
                 )
         if self.tools and "tools" not in known:
-            raise ValueError(f"{where} has tools, but the chat template does not use them.")
+            raise UserError(f"{where} has tools, but the chat template does not use them.")
         return template
 
 
 def _with_known_roles(messages: list[dict[str, Any]], template: str, where: str) -> list[dict[str, Any]]:
     """Return the messages, those of a developer as the system's if the template does not name developers.
 
-    Raises ValueError for a role that no template has and this one does not name, and for tool calls that it ignores.
+    Raises UserError for a role that no template has and this one does not name, and for tool calls that it ignores.
     """
     found = []
     for number, message in enumerate(messages, 1):
         role = message["role"]
         named = f"'{role}'" in template or f'"{role}"' in template
         if role not in ROLES and not named:
-            raise ValueError(
+            raise UserError(
                 f"{where}: message {number} has the role {role!r}, which the chat template does not know. Expected one "
                 f"of {', '.join(ROLES)}.{nearest(role, ROLES)}"
             )
         if message.get("tool_calls") and "tool_calls" not in template:
-            raise ValueError(
+            raise UserError(
                 f"{where}: message {number} has tool calls, but the chat template leaves them out. Write them into its "
                 "content, or use a model whose template has tool_calls."
             )
@@ -259,7 +260,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
     except (TemplateError, ValueError, TypeError) as error:
         system = any(message["role"] == "system" for message in messages)
         advice = f"\n  If it is the role 'system' that it does not have: {_other_place('system')}" if system else ""
-        raise ValueError(
+        raise UserError(
             f"{where}: the chat template rejects the conversation {brief(messages)}: {error}{advice}"
         ) from error
 
@@ -271,14 +272,14 @@ def _other_place(role: str) -> str:
 
 
 def _check_all_written(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a template leaves the content of a message out, as some do with the role "system"."""
+    """Raise UserError if a template leaves the content of a message out, as some do with the role "system"."""
     marks = {i: f"{MARK}-{i}." for i, message in enumerate(messages) if message.get("content", "").strip()}
     marked = [{**message, "content": marks[i]} if i in marks else message for i, message in enumerate(messages)]
     written = _written(template, json.dumps(marked, default=str), json.dumps(variables, sort_keys=True, default=str))
     for i, mark in marks.items():
         if written is not None and mark not in written:
             role, content = messages[i]["role"], messages[i]["content"]
-            raise ValueError(
+            raise UserError(
                 f"{where}: the chat template leaves out message {i + 1}, of the role {role!r}: {brief(content)}. "
                 f"{_other_place(role)}"
             )
@@ -309,7 +310,7 @@ def _variables(template: str) -> frozenset[str]:
     try:
         found = meta.find_undeclared_variables(environment.parse(template))
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template cannot be parsed: {error}") from error
+        raise UserError(f"the chat template cannot be parsed: {error}") from error
     return frozenset(found) - GIVEN
 
 
@@ -335,4 +336,4 @@ def _from_json(value: object, where: str, column: str) -> object:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: column {column!r} is not JSON ({error}): {value[:60]!r}") from error
+        raise UserError(f"{where}: column {column!r} is not JSON ({error}): {value[:60]!r}") from error

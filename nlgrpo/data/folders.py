@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from nlgrpo.errors import UserError
+
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 
 # Words of a file's path that name its split, as in `datasets`.
@@ -30,12 +32,12 @@ def kind_of(path: Path) -> str | None:
 def files_of(folder: Path, split: str) -> list[Path]:
     """Return the data files of a folder and its subfolders that belong to ``split``, in the order of their paths.
 
-    Raises ValueError for a folder without data files or without this split, and for what would be left out: files of
+    Raises UserError for a folder without data files or without this split, and for what would be left out: files of
     other types, and links to folders or to nothing. Documents (``.md``, a licence) and hidden files are no data.
     """
     found = by_split(folder)
     if split not in found:
-        raise ValueError(
+        raise UserError(
             f"{folder} has no split {split!r}. It has {', '.join(sorted(found))}; a word in a file's path, such as "
             "'test', names its split."
         )
@@ -43,7 +45,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def by_split(folder: Path) -> dict[str, list[Path]]:
-    """Return the data files of a folder by their split. Raises ValueError as `files_of`."""
+    """Return the data files of a folder by their split. Raises UserError as `files_of`."""
     entries = [path for path in sorted(folder.rglob("*")) if _is_data(path.relative_to(folder))]
     files = [path for path in entries if path.is_file()]
     linked = [path for path in entries if path.is_symlink() and not path.is_file()]
@@ -53,12 +55,12 @@ def by_split(folder: Path) -> dict[str, list[Path]]:
     ]
     if unknown:
         named = ", ".join(unknown[:5]) + f" and {len(unknown) - 5:,} more" * (len(unknown) > 5)
-        raise ValueError(
+        raise UserError(
             f"{folder} has files of other types, which would be left out: {named}. Supported: {' '.join(SUFFIXES)}; "
             "all but the last also with .gz. Convert them, or move them to another folder."
         )
     if not files:
-        raise ValueError(f"{folder} has no data files. Supported: {' '.join(SUFFIXES)}.")
+        raise UserError(f"{folder} has no data files. Supported: {' '.join(SUFFIXES)}.")
     found: dict[str, list[Path]] = {}
     for path in files:
         found.setdefault(_split_of(path.relative_to(folder)), []).append(path)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Literal
 
+from nlgrpo.errors import UserError
+
 WALL, PATH, START, GOAL, NEWLINE, DONE = "WALL", "PATH", "START", "GOAL", "NEWLINE", "DONE"
 MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
 WORDS = (WALL, PATH, START, GOAL, NEWLINE, *MOVES, DONE)
@@ -100,7 +102,7 @@ class Maze:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Maze:
-    """Read a maze. Raises ValueError, which says what is wrong with it."""
+    """Read a maze. Raises UserError, which says what is wrong with it."""
     rows: list[list[str]] = [[]]
     for word in text.split():
         if word == NEWLINE:
@@ -108,22 +110,22 @@ def parse(text: str) -> Maze:
         elif word in (WALL, PATH, START, GOAL):
             rows[-1].append(word)
         else:
-            raise ValueError(f"{word!r} is no square of a maze; expected {WALL}, {PATH}, {START}, {GOAL} or {NEWLINE}")
+            raise UserError(f"{word!r} is no square of a maze; expected {WALL}, {PATH}, {START}, {GOAL} or {NEWLINE}")
     if rows[-1]:
-        raise ValueError(f"the last row does not end with {NEWLINE}")
+        raise UserError(f"the last row does not end with {NEWLINE}")
     rows.pop()
     if not rows:
-        raise ValueError("it has no rows")
+        raise UserError("it has no rows")
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]):
-            raise ValueError(f"row {number} has {len(row)} squares, and row 0 has {len(rows[0])}")
+            raise UserError(f"row {number} has {len(row)} squares, and row 0 has {len(rows[0])}")
     found: dict[str, list[Place]] = {word: [] for word in (WALL, PATH, START, GOAL)}
     for i, row in enumerate(rows):
         for j, word in enumerate(row):
             found[word].append((i, j))
     for word in (START, GOAL):
         if len(found[word]) != 1:
-            raise ValueError(f"expected one {word}, got {len(found[word])}")
+            raise UserError(f"expected one {word}, got {len(found[word])}")
     open_squares = frozenset(found[PATH] + found[START] + found[GOAL])
     return Maze(len(rows), len(rows[0]), open_squares, found[START][0], found[GOAL][0])
 
@@ -135,10 +137,10 @@ def generate(rooms: int, rng: random.Random) -> Maze:
     """Draw a maze of ``rooms`` x ``rooms`` rooms by Prim's algorithm, with different rooms as start and goal.
 
     Prim's algorithm in a random order: of all walls between a room in the tree and one outside, a random one is opened,
-    until all rooms are in the tree. Raises ValueError for fewer than 2 x 2 rooms.
+    until all rooms are in the tree. Raises UserError for fewer than 2 x 2 rooms.
     """
     if rooms < 2:
-        raise ValueError(f"a maze has at least 2 x 2 rooms, got {rooms}")
+        raise UserError(f"a maze has at least 2 x 2 rooms, got {rooms}")
     size = 2 * rooms + 1
     first = (2 * rng.randrange(rooms) + 1, 2 * rng.randrange(rooms) + 1)
     reached = {first}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nlgrpo.data.prompt_dataset import Batch, Prompts, PromptSet
+from nlgrpo.errors import UserError
 
 BLOCK = 1000  # prompts; each block has the shares of the weights
 
@@ -80,7 +81,7 @@ class MixedPrompts:
         parts = [source.split(n) if n else (source, None) for source, n in zip(self.sources, counts, strict=True)]
         held_out = [held for rest, held in parts if held is not None and held is not rest]
         if not held_out:
-            raise ValueError(
+            raise UserError(
                 "each source of the mixture has a single prompt, so none can be held out: set data.evaluation, or "
                 "evaluation.prompts = 0."
             )
@@ -117,14 +118,14 @@ def merge(sets: Sequence[PromptSet]) -> PromptSet:
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     """Convert weights, whose sum is arbitrary, to numbers of prompts per block of 1,000.
 
-    Raises ValueError for a weight that is not positive and finite, or too small for one prompt per block.
+    Raises UserError for a weight that is not positive and finite, or too small for one prompt per block.
     """
     if not weights or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"weights {', '.join(f'{w:g}' for w in weights)}: expected positive numbers")
+        raise UserError(f"weights {', '.join(f'{w:g}' for w in weights)}: expected positive numbers")
     total = math.fsum(weights)
     shares = largest_remainders([BLOCK * w / total for w in weights], BLOCK)
     if 0 in shares:
-        raise ValueError(f"the weight {min(weights):g} is less than 1/{BLOCK} of their sum {total:g}; remove it")
+        raise UserError(f"the weight {min(weights):g} is less than 1/{BLOCK} of their sum {total:g}; remove it")
     return tuple(shares)
 
 

@@ -24,6 +24,7 @@ from nlgrpo.data.conversations import ChatOptions, answered, text_of
 from nlgrpo.data.encoding import ids_to_score
 from nlgrpo.data.messages import brief, messages_in, messages_of
 from nlgrpo.data.sources import Row, nearest, read
+from nlgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,14 +151,14 @@ def load(
     beginning. A source may have no column ``prompt``; another ``prompt_column`` must be there, and "" uses none.
     ``limit``: maximum number of rows to read.
 
-    Raises ValueError for an unreadable or empty source, a missing column (the message has the nearest names), a value
+    Raises UserError for an unreadable or empty source, a missing column (the message has the nearest names), a value
     that is neither a text nor a conversation, a conversation without a chat template, and if all pairs are ties.
     """
     if max_length < 2:
-        raise ValueError(f"max_length = {max_length}; expected 2 or more")
+        raise UserError(f"max_length = {max_length}; expected 2 or more")
     rows = list(islice(read(source, split), limit))
     if not rows:
-        raise ValueError(f"{source} is empty: it has no pair.")
+        raise UserError(f"{source} is empty: it has no pair.")
     names = list(dict.fromkeys(name for row in rows for name in row))
     _check_columns(source, names, prompt_column, (chosen_column, rejected_column, margin_column))
     columns = (prompt_column, chosen_column, rejected_column, margin_column)
@@ -165,7 +166,7 @@ def load(
     if prompt_column in names:
         for number, (row, pair) in enumerate(zip(rows, pairs, strict=True), 1):
             if row.get(prompt_column) is None and not pair.prompt:
-                raise ValueError(
+                raise UserError(
                     f"{source}, example {number}: column {prompt_column!r} is empty, and the answers share no prompt. "
                     "Give the prompt, remove the example, or set prompt_column = ''."
                 )
@@ -175,14 +176,14 @@ def load(
 
 
 def _check_columns(source: str, names: list[str], prompt_column: str, others: Sequence[str | None]) -> None:
-    """Raise ValueError for a named column that does not exist, and for one that is almost the default prompt column."""
+    """Raise UserError for a named column that does not exist, and for one that is almost the default prompt column."""
     needed = list(others) + ([] if prompt_column in ("prompt", "") else [prompt_column])
     for column in needed:
         if column is not None and column not in names:
-            raise ValueError(f"{source} has no column {column!r}. It has {', '.join(names)}.{nearest(column, names)}")
+            raise UserError(f"{source} has no column {column!r}. It has {', '.join(names)}.{nearest(column, names)}")
     questions = [name for name in names if not name.endswith("id")]  # prompt_id is none
     if prompt_column == "prompt" and "prompt" not in names and (close := nearest("prompt", questions)):
-        raise ValueError(
+        raise UserError(
             f"{source} has no column 'prompt', and the answers would have no question. It has {', '.join(names)}."
             f"{close} Name it with prompt_column, or set prompt_column = '' for answers that are full dialogues."
         )
@@ -191,7 +192,7 @@ def _check_columns(source: str, names: list[str], prompt_column: str, others: Se
 def pair_of(row: Row, columns: tuple[str, str, str, str | None], where: str) -> Pair:
     """Return the pair of a row. ``columns``: names of the prompt, chosen, rejected and margin column.
 
-    ``where`` names the row in messages. Raises ValueError for values of the wrong type.
+    ``where`` names the row in messages. Raises UserError for values of the wrong type.
     """
     prompt_column, chosen_column, rejected_column, margin_column = columns
     prompt = row.get(prompt_column)
@@ -199,7 +200,7 @@ def pair_of(row: Row, columns: tuple[str, str, str, str | None], where: str) -> 
     rejected: Any = _answer(row.get(rejected_column), rejected_column, where)
     margin = 0.0 if margin_column is None else _margin(row.get(margin_column), margin_column, where)
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError(f"{where}: one of chosen and rejected is a text and the other a conversation.")
+        raise UserError(f"{where}: one of chosen and rejected is a text and the other a conversation.")
     if prompt is not None:
         prompt = _answer(prompt, prompt_column, where)
     given = isinstance(prompt, str) and not isinstance(chosen, str) and _is_asked(prompt, chosen, rejected)
@@ -207,14 +208,14 @@ def pair_of(row: Row, columns: tuple[str, str, str, str | None], where: str) -> 
         prompt, chosen, rejected = _split_prompt(chosen, rejected)
         return Pair(prompt, chosen, rejected, margin)
     if isinstance(prompt, str) != isinstance(chosen, str):
-        raise ValueError(
+        raise UserError(
             f"{where}: the prompt is {brief(prompt)}, but the answers are of another type. Use texts in all columns, "
             "or conversations; if the conversations include the prompt already, set prompt_column = ''."
         )
     if not isinstance(prompt, str) and not _begin_with(prompt, chosen, rejected):
         for name, answer in ((chosen_column, chosen), (rejected_column, rejected)):
             if answer[0]["role"] not in ("assistant", "tool"):
-                raise ValueError(
+                raise UserError(
                     f"{where}: column {name!r} begins with a message of the role {answer[0]['role']!r} other than the "
                     f"prompt's. Expected an answer of the assistant, or a conversation that begins with the prompt."
                 )
@@ -265,12 +266,12 @@ def _answer(value: Any, column: str, where: str) -> str | list[Any]:
     if isinstance(value, list | tuple) and value and all(isinstance(message, Mapping) for message in value):
         return messages_of(value, f"{where}: column {column!r}")
     expected = "a text or a list of {'role': .., 'content': ..}"
-    raise ValueError(f"{where}: column {column!r} holds {brief(value)} instead of {expected}.")
+    raise UserError(f"{where}: column {column!r} holds {brief(value)} instead of {expected}.")
 
 
 def _margin(value: Any, column: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{where}: column {column!r} holds {brief(value)} instead of a finite number.")
+        raise UserError(f"{where}: column {column!r} holds {brief(value)} instead of a finite number.")
     return float(value)
 
 
@@ -327,7 +328,7 @@ class _Encoder:
             pair_set.prompts.append(_compared(pair))
             pair_set.lost.append(max(chosen[1], rejected[1]))
         if not pair_set.chosen:
-            raise ValueError(f"{self.source}: chosen and rejected are equal in all {len(pairs):,} pairs.")
+            raise UserError(f"{self.source}: chosen and rejected are equal in all {len(pairs):,} pairs.")
         return replace(
             pair_set,
             ties=ties,
@@ -343,7 +344,7 @@ class _Encoder:
             text = ChatOptions().text(self.tokenizer, answered(prompt, answer), where, whole=True)
         ids = ids_to_score(self.tokenizer, text, None, templated=templated)
         if not ids:
-            raise ValueError(f"{where}: the text {text!r} has no tokens, and the tokenizer has no EOS to add.")
+            raise UserError(f"{where}: the text {text!r} has no tokens, and the tokenizer has no EOS to add.")
         if len(ids) <= self.max_length:
             return ids, 0
         alone = ids_to_score(self.tokenizer, text_of(answer), None, templated=templated)

@@ -18,6 +18,7 @@ from nlgrpo.data.messages import brief
 from nlgrpo.data.prompt_encoding import Example, encode_examples
 from nlgrpo.data.prompt_templates import PromptMaker
 from nlgrpo.data.sources import RESERVED, Row, read
+from nlgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,7 +152,7 @@ class PromptSet:
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run, which may span epochs."""
         if cursor < 0 or count < 0:
-            raise ValueError(f"take(cursor={cursor}, count={count}): both must be 0 or more.")
+            raise UserError(f"take(cursor={cursor}, count={count}): both must be 0 or more.")
         index = list(range(cursor, cursor + count))
         at = [self._index(i) for i in index]
         rows = [self.rows[i] for i in at]
@@ -176,14 +177,14 @@ class PromptSet:
     def without(self, prompts: Iterable[Sequence[int]]) -> PromptSet:
         """Drop the prompts that have these token ids, and count them in ``shared``.
 
-        Raises ValueError if none is left.
+        Raises UserError if none is left.
         """
         known = {tuple(ids) for ids in prompts}
         kept = [i for i, ids in enumerate(self.ids) if tuple(ids) not in known]
         if len(kept) == len(self):
             return self
         if not kept:
-            raise ValueError(
+            raise UserError(
                 f"all {len(self):,} training prompts are also held out for evaluation: prompts repeat, or two sources "
                 "share them. Set other prompts in data.evaluation, hold out fewer with evaluation.prompts, or none "
                 "with evaluation.prompts = 0."
@@ -281,16 +282,16 @@ class Reader:
         limits = {"first_words": self.options.first_words, "limit": self.options.limit}
         for name, value in {"max_prompt_tokens": self.max_prompt_tokens, **limits}.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name} = {value}: must be 1 or more.")
+                raise UserError(f"{name} = {value}: must be 1 or more.")
 
     def rows(self) -> Iterator[Row]:
         """Iterate over the rows of the source."""
         return islice(read(self.source, self.options.split, self.options.separator), self.options.limit)
 
     def maker(self, rows: Sequence[Row]) -> PromptMaker:
-        """Return what makes prompts of rows with the columns of ``rows``. Raises ValueError for a missing column."""
+        """Return what makes prompts of rows with the columns of ``rows``. Raises UserError for a missing column."""
         if not rows:
-            raise ValueError(f"{self.source} is empty: it has no example to take a prompt from.")
+            raise UserError(f"{self.source} is empty: it has no example to take a prompt from.")
         o = self.options
         return PromptMaker(self.source, _names(rows), o.prompt_column, o.template, o.cut_after, o.first_words)
 
@@ -305,28 +306,28 @@ class Reader:
     def encode(self, examples: Sequence[Example]) -> list[list[int]]:
         """Tokenize prompts; those that are too long included.
 
-        Raises ValueError for a token id that is outside the model's vocabulary.
+        Raises UserError for a token id that is outside the model's vocabulary.
         """
         encoded = encode_examples(self.tokenizer, examples, self.options.chat, self.options.add_bos)
         for ids, example in zip(encoded, examples, strict=True):
             if self.vocab is not None and max(ids) >= self.vocab:
-                raise ValueError(
+                raise UserError(
                     f"{example.where}: the tokenizer returns the token id {max(ids)} "
                     f"({self.tokenizer.convert_ids_to_tokens(max(ids))!r}), outside the model's vocabulary of "
                     f"{self.vocab}, for the prompt {brief(example.prompt)}"
                 )
         return encoded
 
-    def no_match(self, count: int, maker: PromptMaker, row: Row) -> ValueError:
+    def no_match(self, count: int, maker: PromptMaker, row: Row) -> UserError:
         """Error for a source without ``cut_after``."""
-        return ValueError(
+        return UserError(
             f"{self.source}: none of {count:,} examples has cut_after = {self.options.cut_after!r} in column "
             f"{maker.column!r}.\n  The first example begins with {str(row.get(maker.column))[:80]!r}."
         )
 
-    def all_too_long(self, lengths: Sequence[int]) -> ValueError:
+    def all_too_long(self, lengths: Sequence[int]) -> UserError:
         """Error for a source whose prompts, of these numbers of tokens, are all too long."""
-        return ValueError(
+        return UserError(
             f"{self.source}: all {len(lengths):,} prompts are longer than max_prompt_tokens = "
             f"{self.max_prompt_tokens}; the shortest has {min(lengths):,} tokens, the longest {max(lengths):,}.\n"
             "  Raise the limit (prompt and completion share the model's context), or shorten the prompts with "
@@ -345,7 +346,7 @@ def load(
 ) -> PromptSet:
     """Load the prompts of ``source`` and tokenize them. ``options``: the fields of `SourceOptions`.
 
-    Raises ValueError for an unreadable or empty source, a missing column, a conversation that the chat template cannot
+    Raises UserError for an unreadable or empty source, a missing column, a conversation that the chat template cannot
     render, options of the template without a conversation, and if no prompt is left.
     """
     reader = Reader(source, tokenizer, SourceOptions(**options), max_prompt_tokens)
@@ -355,9 +356,9 @@ def load(
 
 
 def read_all(reader: Reader, rows: Iterable[Row] | None = None, *, seed: int = 0, shuffle: bool = True) -> PromptSet:
-    """Return the prompts of all rows, by default of those of the reader's source. Raises ValueError as `load`."""
+    """Return the prompts of all rows, by default of those of the reader's source. Raises UserError as `load`."""
     if seed < 0:
-        raise ValueError(f"seed = {seed}: must be 0 or more.")
+        raise UserError(f"seed = {seed}: must be 0 or more.")
     rows = list(reader.rows() if rows is None else rows)
     maker = reader.maker(rows)
     examples = reader.examples(rows, maker)

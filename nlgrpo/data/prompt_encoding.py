@@ -10,6 +10,7 @@ from nlgrpo.data.conversations import ChatOptions, Prompt
 from nlgrpo.data.encoding import one_bos
 from nlgrpo.data.messages import brief
 from nlgrpo.data.sources import Row
+from nlgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ def encode(
 ) -> list[list[int]]:
     """Tokenize prompts like `prompt_dataset.load`: with the tokens that the tokenizer adds before a text, without EOS.
 
-    Raises ValueError for an empty text if the tokenizer has no BOS token, and for a conversation as `ChatOptions`.
+    Raises UserError for an empty text if the tokenizer has no BOS token, and for a conversation as `ChatOptions`.
     """
     chat = chat or ChatOptions()
     wheres = [f"prompt {i}" for i in range(1, len(prompts) + 1)]
@@ -50,10 +51,10 @@ def encode_examples(
     gets the tools and template arguments of its row, too.
     """
     if add_bos and tokenizer.bos_token_id is None:
-        raise ValueError("add_bos = True, but the tokenizer has no BOS token; omit add_bos.")
+        raise UserError("add_bos = True, but the tokenizer has no BOS token; omit add_bos.")
     for where, prompt, _ in examples:
         if broken := _lone_surrogate(prompt):
-            raise ValueError(
+            raise UserError(
                 f"{where}: {broken!r} in {brief(prompt)} is half a character (a lone surrogate); remove it."
             )
     texts = [example.prompt for example in examples if isinstance(example.prompt, str)]
@@ -67,7 +68,7 @@ def encode_examples(
         if isinstance(prompt, str):
             ids = list(next(encoded))
             if ids == nothing and prompt.strip():
-                raise ValueError(
+                raise UserError(
                     f"{where}: the tokenizer has no token for {brief(prompt)}. It was loaded as "
                     f"{type(tokenizer).__name__}: for some model types transformers takes its own class, whatever the "
                     "folder says, and its pre-tokenizer may not fit the vocabulary."
@@ -105,5 +106,5 @@ def _with_bos(ids: list[int], bos: int | None, add_bos: bool | None, where: str)
     if ids:
         return ids
     if bos is None:
-        raise ValueError(f"{where} is empty, and the tokenizer has no BOS token to start from; remove the example.")
+        raise UserError(f"{where} is empty, and the tokenizer has no BOS token to start from; remove the example.")
     return [bos]

@@ -10,6 +10,7 @@ from typing import Any
 from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.messages import EXPECTED, brief, messages_in, messages_of
 from nlgrpo.data.sources import Row, nearest
+from nlgrpo.errors import UserError
 
 
 class PromptMaker:
@@ -33,18 +34,18 @@ class PromptMaker:
         self.used = any(field == self.column for _, field in self.pieces)
         shortens = cut_after is not None or first_words is not None
         if shortens and not self.used:
-            raise ValueError(
+            raise UserError(
                 f"cut_after and first_words shorten the prompt column, which the template {template!r} does not use.\n"
                 "  Write {prompt} into the template and name the column with prompt_column."
             )
         if prompt_column != "prompt" and not self.used:
-            raise ValueError(
+            raise UserError(
                 f"prompt_column = {prompt_column!r}, but the template {template!r} does not use it: write {{prompt}} "
                 f"or {{{prompt_column}}} into the template, or remove prompt_column."
             )
         for _, field in self.pieces:
             if field is not None and field not in names:
-                raise ValueError(f"{source} has no column {field!r}. It has {', '.join(names)}.{nearest(field, names)}")
+                raise UserError(f"{source} has no column {field!r}. It has {', '.join(names)}.{nearest(field, names)}")
 
     def make(self, row: Row, number: int) -> Prompt | None:
         """Return the prompt of example ``number`` (from 1), or None if ``cut_after`` is not in it."""
@@ -55,7 +56,7 @@ class PromptMaker:
             if isinstance(value, list | tuple):
                 return self._conversation(value, of_column)
             if self.by_default and isinstance(value, str):
-                raise ValueError(
+                raise UserError(
                     f"{of_column} holds {brief(value)} instead of {EXPECTED}. Set prompt_column = 'messages' if its "
                     "texts are the prompts."
                 )
@@ -69,13 +70,13 @@ class PromptMaker:
 
     def _text(self, row: Row, field: str, where: str) -> str | None:
         if field not in row:
-            raise ValueError(f"{where} has no column {field!r}. It has {', '.join(row)}.{nearest(field, row)}")
+            raise UserError(f"{where} has no column {field!r}. It has {', '.join(row)}.{nearest(field, row)}")
         value = row[field]
         is_number = isinstance(value, int | float) and math.isfinite(value)
         is_flag = isinstance(value, bool) and self.bare  # no prompt, but a word that a template may write
         if is_flag or not (isinstance(value, str) or is_number):
             advice = " Give the text, or leave out the example." if value is None else ""
-            raise ValueError(f"{where}: column {field!r} holds {brief(value)} instead of a text.{advice}")
+            raise UserError(f"{where}: column {field!r} holds {brief(value)} instead of a text.{advice}")
         return self._shorten(str(value)) if field == self.column else str(value)
 
     def _shorten(self, text: str) -> str | None:
@@ -89,17 +90,17 @@ class PromptMaker:
 
     def _conversation(self, value: object, where: str) -> list[dict[str, Any]]:
         if not self.bare:
-            raise ValueError(
+            raise UserError(
                 f"{where} is a conversation, which the template {self.template!r} cannot contain: leave template out, "
                 "or name a column of texts with prompt_column."
             )
         if self.cut_after is not None or self.first_words is not None:
-            raise ValueError(f"{where} is a conversation, which cut_after and first_words cannot shorten.")
+            raise UserError(f"{where} is a conversation, which cut_after and first_words cannot shorten.")
         messages = messages_of(value, where)
         while self.column == "messages" and messages and messages[-1]["role"] == "assistant":
             messages.pop()  # the recorded answer, which the model has to give
         if not messages:
-            raise ValueError(f"{where}: the conversation has no message to answer.")
+            raise UserError(f"{where}: the conversation has no message to answer.")
         return messages
 
 
@@ -108,14 +109,12 @@ def _parse(template: str, column: str) -> list[tuple[str, str | None]]:
     try:
         parsed = list(Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"template {template!r}: {error}. Write a literal brace twice.") from error
+        raise UserError(f"template {template!r}: {error}. Write a literal brace twice.") from error
     for _, field, spec, conversion in parsed:
         if field == "" or spec or conversion:
-            raise ValueError(
-                f"template {template!r}: braces may contain only the name of a column, as in {{question}}."
-            )
+            raise UserError(f"template {template!r}: braces may contain only the name of a column, as in {{question}}.")
     if all(field is None for _, field, _, _ in parsed):
-        raise ValueError(
+        raise UserError(
             f"template {template!r} has no column, so all prompts would be equal; write {{prompt}} into it."
         )
     return [(literal, column if field == "prompt" else field) for literal, field, _, _ in parsed]

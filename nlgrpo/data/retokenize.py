@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.errors import UserError
+
 CUT = "\ufffd"  # a byte-level tokenizer decodes an incomplete character to this
 
 
@@ -24,10 +26,10 @@ class Retokenizer:
     stops: Sequence[int]
 
     def whole(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
-        """Convert prompt and completion. Raises ValueError if their text has no token."""
+        """Convert prompt and completion. Raises UserError if their text has no token."""
         ids, end = self._ids([*prompt, *completion]), self.target.eos_token_id
         if not ids:
-            raise ValueError(
+            raise UserError(
                 "prompt and completion are an empty text, for which the value model's tokenizer has no token"
             )
         ended = completion and completion[-1] in self.stops and end is not None

@@ -2,7 +2,7 @@
 
 A source is a file (``.jsonl .json .csv .txt``, each also with ``.gz``, or ``.parquet``), a folder of such files, a
 folder saved with ``datasets``' ``save_to_disk``, the name of a data set on the hub (``owner/name`` or
-``owner/name:config``), or a set of mazes (`mazes.SETS`), drawn when it is read. Every error is a ValueError that names
+``owner/name:config``), or a set of mazes (`mazes.SETS`), drawn when it is read. Every error is a UserError that names
 the file and the line.
 """
 
@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from nlgrpo.data import mazes
 from nlgrpo.data.folders import SUFFIXES, by_split, describes_itself, files_of, kind_of
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import POINTER, is_pointer
 
 Row = dict[str, Any]
@@ -43,7 +44,7 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
     ``split``: split of a data set or folder; a single file has only "train". A text file has one prompt per line, or
     with ``separator`` one per document, stripped of white space; its only column is ``prompt``.
 
-    Raises ValueError for a missing or unreadable source, and for a folder with files that would not be read.
+    Raises UserError for a missing or unreadable source, and for a folder with files that would not be read.
     """
     if source in mazes.SETS:
         _check_generated(source, split, separator)
@@ -74,22 +75,22 @@ def unread(read: Collection[tuple[str, str]]) -> list[str]:
 
 
 def _check_generated(source: str, split: str, separator: str | None) -> None:
-    """Raise ValueError for options that a set of mazes does not have."""
+    """Raise UserError for options that a set of mazes does not have."""
     if split != "train":
-        raise ValueError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(mazes.SETS)}.")
+        raise UserError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(mazes.SETS)}.")
     if separator is not None:
-        raise ValueError(_no_text(separator, source))
+        raise UserError(_no_text(separator, source))
 
 
 def _local(source: str, split: str, separator: str | None) -> Path:
     """Return the path of a source, which need not exist if it can be the name of a data set."""
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path) and not _is_hub_name(source):
-        raise ValueError(_missing(path))
+        raise UserError(_missing(path))
     if separator is not None and kind_of(path) != ".txt" and not _is_plain_folder(path):
-        raise ValueError(_no_text(separator, source))
+        raise UserError(_no_text(separator, source))
     if path.is_file() and split != "train":
-        raise ValueError(
+        raise UserError(
             f"split = {split!r}, but {source} is a single file, which has no splits. Set the split to 'train', or "
             f"name the file of {split!r}."
         )
@@ -107,7 +108,7 @@ def _is_plain_folder(path: Path) -> bool:
 
 
 def _files(path: Path, split: str, separator: str | None) -> list[Path] | None:
-    """Return the files of a source; None for one that `datasets` reads. Raises ValueError for files left out."""
+    """Return the files of a source; None for one that `datasets` reads. Raises UserError for files left out."""
     if path.is_file():
         return [path]
     if not _is_plain_folder(path):
@@ -115,7 +116,7 @@ def _files(path: Path, split: str, separator: str | None) -> list[Path] | None:
     files = files_of(path, split)
     for file in files:
         if separator is not None and kind_of(file) != ".txt":
-            raise ValueError(_no_text(separator, file))
+            raise UserError(_no_text(separator, file))
     return files
 
 
@@ -138,7 +139,7 @@ def stream(
     """Iterate over the rows of ``source`` without loading it: the first ``limit`` ones but the first ``skip``.
 
     With ``buffer`` > 0 each row is drawn at random from the next ``buffer`` rows, and the shards of a data set or the
-    files of a folder are shuffled (`datasets.IterableDataset.shuffle`), by ``seed`` and ``epoch``. Raises ValueError as
+    files of a folder are shuffled (`datasets.IterableDataset.shuffle`), by ``seed`` and ``epoch``. Raises UserError as
     `read`.
     """
     import datasets
@@ -172,7 +173,7 @@ def _missing(path: Path) -> str:
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
     if is_pointer(path):
-        raise ValueError(f"{path} {POINTER}.")
+        raise UserError(f"{path} {POINTER}.")
     match kind_of(path):
         case ".jsonl":
             return _read_json_lines(path)
@@ -184,11 +185,11 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
             return _read_csv(path)
         case ".parquet":
             return _read_parquet(path)
-    raise ValueError(f"{path}: unknown file type. Supported: {' '.join(SUFFIXES)}; all but the last also with .gz.")
+    raise UserError(f"{path}: unknown file type. Supported: {' '.join(SUFFIXES)}; all but the last also with .gz.")
 
 
 class _BoundedGzip(gzip.GzipFile):
-    """Raises ValueError for a file made to fill the memory: text does not expand by a factor of 200."""
+    """Raises UserError for a file made to fill the memory: text does not expand by a factor of 200."""
 
     ALWAYS_ALLOWED, FACTOR = 2**30, 200
 
@@ -200,7 +201,7 @@ class _BoundedGzip(gzip.GzipFile):
         content = super().read1(size)
         self.expanded += len(content)
         if self.expanded > self.most:
-            raise ValueError(f"{self.name} expands to more than {self.most:,} bytes, {self.FACTOR} times its size")
+            raise UserError(f"{self.name} expands to more than {self.most:,} bytes, {self.FACTOR} times its size")
         return content
 
 
@@ -212,14 +213,14 @@ def _open(path: Path, newline: str | None = None) -> TextIO:
 
 
 def _lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
-    """Iterate over numbered lines. The ValueError for invalid UTF-8 or gzip names the line before it."""
+    """Iterate over numbered lines. The UserError for invalid UTF-8 or gzip names the line before it."""
     number = 0
     try:
         with _open(path, newline) as file:
             for number, line in enumerate(file, 1):
                 yield number, line
     except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}, after line {number}: not readable as UTF-8 text ({error}).") from error
+        raise UserError(f"{path}, after line {number}: not readable as UTF-8 text ({error}).") from error
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -231,7 +232,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
             row = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             advice = _layout(path) if isinstance(error, json.JSONDecodeError) and not found else ""
-            raise ValueError(f"{path}, line {number}: {_cause(error)}: {line[:60]!r}{advice}") from error
+            raise UserError(f"{path}, line {number}: {_cause(error)}: {line[:60]!r}{advice}") from error
         yield _as_row(row, f"{path}, line {number}")
         found = True
 
@@ -255,7 +256,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     if whole is not None and (len(text.strip().splitlines()) > 1 or _list_of_rows(whole) is not None):
         found = _list_of_rows(whole)
         advice = f" Its rows seem to be the list {found[:80]}: write that list alone into the file." if found else ""
-        raise ValueError(
+        raise UserError(
             f"{path} has one object, with the keys {str(list(whole))[1:-1][:80]}, where a list of objects is "
             f"expected, such as [{{'prompt': '..'}}], or one object per line.{advice}"
         )
@@ -266,7 +267,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         rows = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{path}{line}: {_cause(error)}.") from error
+        raise UserError(f"{path}{line}: {_cause(error)}.") from error
     for number, row in enumerate(rows, 1):
         yield _as_row(row, f"{path}, element {number}")
 
@@ -296,7 +297,7 @@ def _list_of_rows(value: dict[str, Any], within: str = "") -> str | None:
     return None
 
 
-class _RepeatedKey(ValueError):
+class _RepeatedKey(UserError):
     """An object has a key twice; `json` would keep the last value."""
 
 
@@ -321,13 +322,13 @@ def _cause(error: Exception) -> str:
 def _as_row(row: object, where: str) -> Row:
     if isinstance(row, dict):
         return row
-    raise ValueError(f"{where}: a {type(row).__name__} instead of an object with columns, such as {{'prompt': '..'}}.")
+    raise UserError(f"{where}: a {type(row).__name__} instead of an object with columns, such as {{'prompt': '..'}}.")
 
 
 def _read_text(path: Path, separator: str | None) -> Iterator[Row]:
     """Read one prompt per line, or one per document between separators; empty ones are skipped."""
     if separator == "":
-        raise ValueError("separator is empty; omit it for one prompt per line.")
+        raise UserError("separator is empty; omit it for one prompt per line.")
     lines = (line for _, line in _lines(path))
     for text in lines if separator is None else "".join(lines).split(separator):
         if text.strip():
@@ -345,13 +346,13 @@ def _read_csv(path: Path) -> Iterator[Row]:
         names = next(reader, [])
         rows = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: not readable as CSV ({error}).") from error
+        raise UserError(f"{path}, line {reader.line_num}: not readable as CSV ({error}).") from error
     named = [name for name in names if name]
     if len(set(named)) < len(named):
-        raise ValueError(f"{path}: the first line repeats a column name: {', '.join(names)}.")
+        raise UserError(f"{path}: the first line repeats a column name: {', '.join(names)}.")
     for number, row in rows:
         if len(row) != len(names):
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: not readable as CSV ({len(row)} values, but the first line has {len(names)} "
                 "columns)."
             )
@@ -386,7 +387,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not readable as Parquet ({error}).") from error
+        raise UserError(f"{path}: not readable as Parquet ({error}).") from error
 
 
 def _load_datasets(source: str, path: Path, split: str, *, streaming: bool = False) -> Any:
@@ -403,11 +404,11 @@ def _load_datasets(source: str, path: Path, split: str, *, streaming: bool = Fal
             data = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         hint = "" if local else f"\n  There is no local file or folder {source} either."
-        raise ValueError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{hint}") from error
+        raise UserError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{hint}") from error
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
-            raise ValueError(f"{source} has no split {split!r}. It has {', '.join(data)}.{nearest(split, data)}")
+            raise UserError(f"{source} has no split {split!r}. It has {', '.join(data)}.{nearest(split, data)}")
         data = data[split]
     elif saved and split not in ("train", str(data.split)):
-        raise ValueError(f"{source} is one saved data set, without splits, but split = {split!r}. Remove the split.")
+        raise UserError(f"{source} is one saved data set, without splits, but split = {split!r}. Remove the split.")
     return data.to_iterable_dataset() if saved and streaming else data

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.prompt_dataset import Batch, PromptSet, Reader
 from nlgrpo.data.sources import RESERVED, Row, stream
+from nlgrpo.errors import UserError
 
 CHUNK = 64  # rows that are tokenized together
 SEARCHED = 100_000  # rows in which a column or a conversation is looked for
@@ -98,7 +99,7 @@ class PromptStream:
         It reads on from the end of the last call, or from the beginning if that is behind ``cursor``.
         """
         if cursor < 0 or count < 0:
-            raise ValueError(f"take(cursor={cursor}, count={count}): both must be 0 or more.")
+            raise UserError(f"take(cursor={cursor}, count={count}): both must be 0 or more.")
         if cursor < self._next:
             self._next, self._prompts = 0, self._all_epochs()
         for _ in range(self._next, cursor):
@@ -179,8 +180,8 @@ class PromptStream:
                     yield _Read(ids, example.prompt, example.row), numbers[id(example.row)]
             done += len(chunk)
 
-    def _none_left(self) -> ValueError:
-        return ValueError(
+    def _none_left(self) -> UserError:
+        return UserError(
             f"{self.reader.source}: no prompt is left: all are too long (more than {self.reader.max_prompt_tokens} "
             "tokens), have no cut_after, or are held out for evaluation."
         )

@@ -23,6 +23,7 @@ from torch import Tensor
 from nlgrpo.engine.generation import CachedDecoder, check_prompts, is_stop, not_finite, stop_tensor
 from nlgrpo.engine.guided_search import CHOICE, Candidate, Cost
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
+from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
 
 Rewards = Callable[[Sequence[int], Sequence[Sequence[int]]], Tensor]
@@ -36,7 +37,7 @@ class Cascade:
     ``goal``: r*, the reward that a complete response should have. ``temperature``: beta of the acceptance. ``entropy``:
     a segment ends before a token whose distribution has at least this entropy, in nats. ``tries``: N, segments sampled
     at one place before the best one is taken. ``alpha``: share of the goal that is expected of the first segment.
-    ``shortest``, ``longest``: tokens of a segment. Raises ValueError for a value out of range.
+    ``shortest``, ``longest``: tokens of a segment. Raises UserError for a value out of range.
     """
 
     goal: float
@@ -57,7 +58,7 @@ class Cascade:
             ("shortest", 1 <= self.shortest <= self.longest, f"1 to longest = {self.longest}"),
         ):
             if not good:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: expected {allowed}")
+                raise UserError(f"{name} = {getattr(self, name)!r}: expected {allowed}")
 
     def threshold(self, start: float, share: float) -> float:
         """tau of a response with ``share`` = |y| / H of the most tokens, where ``start`` is r(x)."""
@@ -100,7 +101,7 @@ def sample(
     """Sample a response to each prompt. Returns the responses and the cost; its queries are those of the reward.
 
     ``rewards`` also scores empty responses, for r(x). The prefix is read again for each segment, because the segments
-    of a batch have different lengths. Raises ValueError for a reward that is not finite, and the errors of
+    of a batch have different lengths. Raises UserError for a reward that is not finite, and the errors of
     `engine.generate`.
     """
     check_prompts(model.shape, prompts, sampling)
@@ -148,11 +149,11 @@ def _uniform(seed: int, prompt: int, number: int) -> float:
 
 
 def _finite(rewards: Tensor, responses: Sequence[_Response], index: Sequence[int]) -> list[float]:
-    """Return the rewards as numbers. Raises ValueError for one that is not finite."""
+    """Return the rewards as numbers. Raises UserError for one that is not finite."""
     values: list[float] = rewards.double().tolist()
     for value, response in zip(values, responses, strict=True):
         if not math.isfinite(value):
-            raise ValueError(
+            raise UserError(
                 f"the reward of a beginning of the response to prompt {index[response.prompt]} is {value}; CARDS needs "
                 "rewards that score beginnings too, and expected a finite number"
             )
@@ -200,6 +201,6 @@ def _segments(
         torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), lengths.tolist(), strict=True
     ):
         if any(map(math.isnan, logp[:length])):
-            raise ValueError(not_finite(sampling))
+            raise UserError(not_finite(sampling))
         found.append(Segment(tuple(ids[:length]), tuple(logp[:length])))
     return found

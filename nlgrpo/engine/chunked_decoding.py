@@ -13,6 +13,7 @@ from torch import Tensor
 from nlgrpo.engine.generation import CachedDecoder, is_stop, not_finite, stop_tensor
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.reward_model import score as score_head
@@ -114,17 +115,17 @@ def _padded(chunks: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 
 def _check_context(name: str, model: Decoder, prompts: Sequence[Sequence[int]], room: int) -> None:
-    """Raise ValueError if a candidate can be longer than the model's context."""
+    """Raise UserError if a candidate can be longer than the model's context."""
     longest, context = max(map(len, prompts)) + room, model.shape.context
     if longest > context:
-        raise ValueError(f"{name} has a context of {context} tokens, but candidates have up to {longest}")
+        raise UserError(f"{name} has a context of {context} tokens, but candidates have up to {longest}")
 
 
 def _check_tokens(name: str, model: Decoder, tokens: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError for a token id outside the vocabulary: that of the policy can be larger."""
+    """Raise UserError for a token id outside the vocabulary: that of the policy can be larger."""
     largest, known = max(map(max, tokens)), model.shape.vocab
     if largest >= known:
-        raise ValueError(f"{name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
+        raise UserError(f"{name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
 
 
 class Prefixes:
@@ -230,12 +231,12 @@ class Chunk:
 
 
 def _chunks(tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> list[Chunk]:
-    """Cut each row of ``tokens`` (R, n) after its first stop id. Raises ValueError for a log-prob that is NaN."""
+    """Cut each row of ``tokens`` (R, n) after its first stop id. Raises UserError for a log-prob that is NaN."""
     chunks = []
     for row, logp in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token in sampling.stop_ids), None)
         if any(map(math.isnan, logp[:end])):
-            raise ValueError(not_finite(sampling))
+            raise UserError(not_finite(sampling))
         chunks.append(Chunk(tuple(row[:end]), tuple(logp[:end]), end is not None))
     return chunks
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from nlgrpo.engine import decoding_memory
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import BlockWeights, Segments, linear, rotate_queries_and_keys
 from nlgrpo.kernels.dispatch import HAS_TRITON
 from nlgrpo.model.attention import PackedAttention, Rope
@@ -89,11 +90,11 @@ def generate(
     the cache; the samples of one prompt are never divided. None: see `rows_together`. A sharded model must be gathered
     (``fsdp.gathered``).
 
-    Raises ValueError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
+    Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context, and if the rows do not fit into the memory of a GPU.
     """
     if samples < 1:
-        raise ValueError(f"samples = {samples}: expected at least 1")
+        raise UserError(f"samples = {samples}: expected at least 1")
     check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
     first = firsts(first_sample, len(prompts))
@@ -132,11 +133,11 @@ def rows_together(model: Decoder, prompt_tokens: int, samples: int, sampling: Sa
 
 @contextmanager
 def _out_of_memory(rows: int) -> Iterator[None]:
-    """Context in which an allocation that fails on a GPU raises a ValueError that names the setting."""
+    """Context in which an allocation that fails on a GPU raises a UserError that names the setting."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(
+        raise UserError(
             f"sampling {rows} completions together needs more memory than the GPU has; set rollout.max_rows below "
             f"{rows}, or lower rollout.max_new_tokens: {error}"
         ) from error
@@ -158,18 +159,18 @@ class Limits(Protocol):
 
 
 def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Raise ValueError for a prompt that the model cannot continue by ``sampling.max_new_tokens`` tokens."""
+    """Raise UserError for a prompt that the model cannot continue by ``sampling.max_new_tokens`` tokens."""
     room = limits.context - sampling.max_new_tokens
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {i} is empty; it needs at least one token, such as the tokenizer's BOS")
+            raise UserError(f"prompt {i} is empty; it needs at least one token, such as the tokenizer's BOS")
         if len(prompt) > room:
-            raise ValueError(
+            raise UserError(
                 f"prompt {i} has {len(prompt)} tokens; with max_new_tokens = {sampling.max_new_tokens} this exceeds "
                 f"the model's context of {limits.context}; shorten the prompt or lower max_new_tokens"
             )
         if not 0 <= min(prompt) <= max(prompt) < limits.vocab:
-            raise ValueError(f"prompt {i} has a token id outside [0, {limits.vocab}), the model's vocabulary")
+            raise UserError(f"prompt {i} has a token id outside [0, {limits.vocab}), the model's vocabulary")
 
 
 def not_finite(sampling: Sampling) -> str:
@@ -188,7 +189,7 @@ def rollout_of(
 ) -> Rollout:
     """Build a `Rollout` from tokens and log-probs (r, l) of consecutive rows; zeros replace what follows a stop id.
 
-    Raises ValueError if a log-prob is not finite.
+    Raises UserError if a log-prob is not finite.
     """
     longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
     empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
@@ -201,7 +202,7 @@ def rollout_of(
     lengths = torch.where(finished, first + 1, min(longest, sampling.max_new_tokens))
     inside = torch.arange(longest, device=tokens.device) < lengths[:, None]
     if not torch.where(inside, logprobs, 0.0).isfinite().all():
-        raise ValueError(not_finite(sampling))
+        raise UserError(not_finite(sampling))
     shape = (rows // samples, samples)
     return Rollout(
         prompt_ids=[list(p) for p in prompts],

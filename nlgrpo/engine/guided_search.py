@@ -25,6 +25,7 @@ from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue, Policy, T
 from nlgrpo.engine.generation import check_prompts
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
 
 
@@ -41,7 +42,7 @@ class Search:
         V(y) = softmax_y(sum_{i < t} V_i / beta_i) + V_t / beta_t                                       (SPI, Eq. 14)
 
     where log pi_base is left out, because the candidates are samples of it (IRO, H.1.5). One value: no difference.
-    Raises ValueError for a value out of range.
+    Raises UserError for a value out of range.
     """
 
     beams: int = 4
@@ -56,13 +57,13 @@ class Search:
         for name in ("beams", "successors", "chunk"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} = {value!r}: expected a whole number >= 1")
+                raise UserError(f"{name} = {value!r}: expected a whole number >= 1")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature = {self.temperature!r}: expected a finite number >= 0")
+            raise UserError(f"temperature = {self.temperature!r}: expected a finite number >= 0")
         if self.likeliest and self.softmax:
-            raise ValueError("softmax = True: a search for the likeliest tokens adds log-probs to V; expected False")
+            raise UserError("softmax = True: a search for the likeliest tokens adds log-probs to V; expected False")
         if self.likeliest and self.chunk > 1:
-            raise ValueError(f"chunk = {self.chunk}: the most likely successors are single tokens; expected 1")
+            raise UserError(f"chunk = {self.chunk}: the most likely successors are single tokens; expected 1")
 
     @property
     def candidates(self) -> int:
@@ -132,10 +133,10 @@ def select(values: Sequence[float], groups: Sequence[Hashable], beams: int, *, d
     """Return the indices of the beams: first the best candidate of each group by value, then the rest (IRO, Alg. 5).
 
     ``groups`` are equal for identical candidates. Ties keep their order. Without ``diverse``, groups are ignored.
-    Raises ValueError for NaN.
+    Raises UserError for NaN.
     """
     if any(map(math.isnan, values)):
-        raise ValueError(f"values[{[math.isnan(v) for v in values].index(True)}] is NaN")
+        raise UserError(f"values[{[math.isnan(v) for v in values].index(True)}] is NaN")
     order = sorted(range(len(values)), key=lambda i: -values[i])
     if not diverse:
         return order[:beams]
@@ -172,11 +173,11 @@ def search(
     with the same seed and ``index``. ``max_rows`` limits the rows of a cache; the rows of one prompt are never split.
     ``valued``: also score complete candidates, one query per candidate, so that one can be chosen by value.
 
-    Raises ValueError for a beta <= 0, a value that is not finite, and the errors of `engine.generate`.
+    Raises UserError for a beta <= 0, a value that is not finite, and the errors of `engine.generate`.
     """
     for value, beta in values:
         if not (math.isfinite(beta) and beta > 0):
-            raise ValueError(f"beta of {value.name} = {beta}: expected a finite number > 0")
+            raise UserError(f"beta of {value.name} = {beta}: expected a finite number > 0")
     check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
     policy = policy_of(model, sampling, seed)
@@ -292,7 +293,7 @@ class _Tree:
             wrong = (~scores.isfinite()).nonzero()
             if len(wrong):
                 beam = new[int(wrong[0])]
-                raise ValueError(
+                raise UserError(
                     f"{value.name} returned {scores[wrong[0]].item()} for a candidate of prompt "
                     f"{self.index[beam.prompt]} with {len(beam.tokens)} tokens; expected a finite number"
                 )
@@ -300,7 +301,7 @@ class _Tree:
             total += terms[-1]
             self.cost.queries += len(new)
         if not total.isfinite().all():
-            raise ValueError(
+            raise UserError(
                 f"sum_i V_i / beta_i is not finite for beta = {', '.join(f'{beta:g}' for _, beta in self.values)}"
             )
         for i, (beam, value_sum) in enumerate(zip(new, total.tolist(), strict=True)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import sample_tokens
 from nlgrpo.kernels.reference import draw
 from nlgrpo.kernels.running_sums import running_sums
@@ -19,7 +20,7 @@ class Sampling:
 
     The logits are divided by ``temperature`` (0: greedy). Then ``top_k`` (0: off), ``top_p`` and
     ``min_p`` filter the tokens in this order, as in transformers, and the probabilities of the rest are renormalised.
-    Raises ValueError for a value out of range.
+    Raises UserError for a value out of range.
     """
 
     temperature: float = 1.0
@@ -38,7 +39,7 @@ class Sampling:
             ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
         ):
             if not good:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected a value {allowed}")
+                raise UserError(f"{name} = {getattr(self, name)}: expected a value {allowed}")
 
     @property
     def filtered(self) -> bool:

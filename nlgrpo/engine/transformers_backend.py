@@ -16,6 +16,7 @@ from nlgrpo.engine import generation
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
+from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.architectures import UnknownModel, check_causal, shape_of
 from nlgrpo.model.decoder import Decoder
@@ -123,7 +124,7 @@ class TransformersModel(nn.Module):
         """Sample completions; arguments, result and errors as in `engine.generate`."""
         check_prompts(self.shape, prompts, sampling)
         if samples < 1:
-            raise ValueError(f"samples = {samples}: expected at least 1")
+            raise UserError(f"samples = {samples}: expected at least 1")
         index, limit, parts = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
         first = firsts(first_sample, len(prompts))
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
@@ -162,7 +163,7 @@ class _TokenSampler(LogitsProcessor):
 def fault(config: Any) -> str:
     """Return why nlgrpo's decoder does not support the architecture; "" if it does.
 
-    Raises ValueError for a supported architecture with an invalid config.
+    Raises UserError for a supported architecture with an invalid config.
     """
     try:
         shape_of(config)
@@ -190,7 +191,7 @@ def load(
 ) -> Decoder | TransformersModel:
     """Load a frozen model: nlgrpo's decoder, or a `TransformersModel` for other architectures.
 
-    Reads safetensors only and runs no code of the directory. Raises ValueError for an architecture that transformers
+    Reads safetensors only and runs no code of the directory. Raises UserError for an architecture that transformers
     does not support either, for tensors that are missing or have no place in the model, and if the log-probs of its
     `generate` differ from those of one forward pass.
 
@@ -214,18 +215,18 @@ def load(
             output_loading_info=True,
         )
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{source} cannot be loaded by transformers: {error!r}") from error
+        raise UserError(f"{source} cannot be loaded by transformers: {error!r}") from error
     finally:
         if bar:
             transformers_logging.enable_progress_bar()
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 1} others" * (len(missing) > 1)
-        raise ValueError(f"{source} has no tensor {missing[0]!r}{more}: its values would be random")
+        raise UserError(f"{source} has no tensor {missing[0]!r}{more}: its values would be random")
     hf_weights.check_unexpected(source, model, report["unexpected_keys"])
     wrapped = TransformersModel(model.to(device))
     if not (gap := wrapped.gap()) < (0.01 if torch.finfo(dtype).bits >= 32 else 0.25):
-        raise ValueError(
+        raise UserError(
             f"{source} cannot be sampled: log-probs of transformers' generate differ by {gap:.2g} nats from those of "
             "one forward pass over the same tokens"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nlgrpo.calibration.alignment import Curve, calibrate
 from nlgrpo.calibration.ecdf import ranks
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation.figures import GREY, figure_of, legend, series_style
 
 PROMPTS = 10  # most prompts in a figure
@@ -60,10 +61,10 @@ def calibration(rewards: Tensor, left_out: int = 0) -> Figure:
     of the two halves). At most 10 prompts, equally spaced, are drawn. ``left_out``: number of prompts that are not
     given, because one of their samples has no reward; the title has it.
 
-    Raises ValueError for another shape, NaN, and K < 4.
+    Raises UserError for another shape, NaN, and K < 4.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 4 or not len(rewards):
-        raise ValueError(f"expected rewards (P, K) of P >= 1 prompts with K >= 4 samples, got {tuple(rewards.shape)}.")
+        raise UserError(f"expected rewards (P, K) of P >= 1 prompts with K >= 4 samples, got {tuple(rewards.shape)}.")
     drawn = np.unique(np.linspace(0, len(rewards) - 1, PROMPTS).round().astype(int))
     rewards = rewards.detach().double().cpu()[drawn]
     half = rewards.shape[1] // 2

@@ -25,6 +25,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import (
     sizes_of,
     where_same_rewards,
 )
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation import figures, run_loader, seeds, success_figures
 from nlgrpo.evaluation.named_models import NamedModel, read
 from nlgrpo.evaluation.results import Estimate, Row, binary_rewards, format_interval, weighted_best_of_n
@@ -44,14 +45,14 @@ def compare(runs: Sequence[Path | str], out: Path) -> Path:
     ``runs``: folders of runs, each with ``LABEL=`` before it for another name, and of sweeps, which stand for their
     runs. If ``out`` is a folder, the file is ``compare.png``.
 
-    Raises ValueError if a folder is not a run or its evaluation is not finished, if rewards or weights differ, and if
+    Raises UserError if a folder is not a run or its evaluation is not finished, if rewards or weights differ, and if
     there is no prompt at which the same rewards score a completion of every model.
     """
     out = Path(out) / "compare.png" if Path(out).is_dir() or not Path(out).suffix else Path(out)
     if out.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"cannot draw into {out}: the name must end in .png, .pdf or .svg")
+        raise UserError(f"cannot draw into {out}: the name must end in .png, .pdf or .svg")
     if not runs:
-        raise ValueError("no runs to compare; give one or more folders written by `nlgrpo train`")
+        raise UserError("no runs to compare; give one or more folders written by `nlgrpo train`")
     settings = _settings(runs)
     samples = [sampled for setting in settings for sampled in setting.by_seed.values()]
     targets = sorted({t for setting in settings for t in run_loader.length_targets(setting.config)})
@@ -111,24 +112,24 @@ def _label(group: Sequence[_Run]) -> str:
 
 
 def _runs(given: Sequence[Path | str]) -> list[_Run]:
-    """Read runs, each once. Raises ValueError for what is no run with an evaluation before and after training."""
+    """Read runs, each once. Raises UserError for what is no run with an evaluation before and after training."""
     found: dict[Path, _Run] = {}
     for model in read([str(name) for name in given]):
         folder = model.path
         if folder.resolve() in found:
             continue
         if run_loader.kind_of(folder) != "run":
-            raise ValueError(f"{folder} is not a run; use `nlgrpo report` for evaluations and sweeps")
+            raise UserError(f"{folder} is not a run; use `nlgrpo report` for evaluations and sweeps")
         config = run_loader.read_config(folder, [])
         if seeds.section(config, "evaluation").get("prompts") == 0:
-            raise ValueError(
+            raise UserError(
                 f"{folder} was trained with evaluation.prompts = 0; run `nlgrpo evaluate {folder} --evaluation.prompts "
                 "64` to evaluate its model"
             )
         sampled = read_evaluation(folder)
         if set(sampled) < {"before", "after"}:
             missing = " or ".join(when for when in ("before", "after") if when not in sampled)
-            raise ValueError(
+            raise UserError(
                 f"{folder} has no evaluation {missing} training; run the command that started it again to resume"
             )
         found[folder.resolve()] = _Run(model, config, sampled["before"], sampled["after"])
@@ -136,18 +137,18 @@ def _runs(given: Sequence[Path | str]) -> list[_Run]:
 
 
 def _check_rewards(runs: Sequence[_Run]) -> None:
-    """Raise ValueError unless all runs have the same rewards and weights."""
+    """Raise UserError unless all runs have the same rewards and weights."""
     first = runs[0]
     for run in runs:
         if run.after.weights != first.after.weights:
-            raise ValueError(
+            raise UserError(
                 f"the reward weights of {run.model.path} are {run.after.weights}, those of {first.model.path} "
                 f"{first.after.weights}; only runs with the same rewards and weights can be compared"
             )
         ours, theirs = seeds.section(run.config, "rewards"), seeds.section(first.config, "rewards")
         for name in ours.keys() & theirs.keys():
             if _meaning(seeds.section(ours, name)) != _meaning(seeds.section(theirs, name)):
-                raise ValueError(
+                raise UserError(
                     f"reward {name!r} of {run.model.path} is {seeds.section(ours, name)}, that of {first.model.path} "
                     f"{seeds.section(theirs, name)}; only runs with the same rewards can be compared"
                 )
@@ -193,7 +194,7 @@ def _rows(setting: Setting, ns: Sequence[int], where: Tensor) -> list[Row]:
         found.append(Row(setting.label, "", estimate.value, estimate.low, estimate.high, estimate.coverage, n))
     if found[0].coverage.prompts == 0:
         each = ", ".join(f"{name} on {int(applies.sum())}" for name, applies in one.applies().items())
-        raise ValueError(
+        raise UserError(
             f"{setting.label}: no prompt has a weighted sum that can be compared. Of {one.sizes['prompts']} prompts, "
             f"the rewards score {each}, and all models need the same ones at a prompt"
         )

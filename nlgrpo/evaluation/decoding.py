@@ -32,6 +32,7 @@ from nlgrpo.engine.rollouts.inputs import find_columns, load_rewards, read_promp
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt, digests_of_columns
 from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation.decoding_methods import DecodingMethod, decoding_method, theory
 from nlgrpo.evaluation.estimators import bootstrap
 from nlgrpo.model import decoder, hf_weights
@@ -39,7 +40,6 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.rewards import reward_functions
-from nlgrpo.rewards.reward_functions import RewardError, print_cause
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.timing import PeakMemory, machine
@@ -178,7 +178,7 @@ class Comparison:
         return guides.load_values(paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device)
 
     def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
-        """Return the weighted sums of the rewards that apply, (P, samples). Raises ValueError if one fails."""
+        """Return the weighted sums of the rewards that apply, (P, samples). Raises UserError if one fails."""
         return self.total(self.score(self.scorers, batch, completions, samples))
 
     def total(self, scored: Mapping[str, Tensor]) -> Tensor:
@@ -188,13 +188,9 @@ class Comparison:
     def score(
         self, scorers: Sequence[Scorer], batch: Batch, completions: Sequence[Sequence[int]], samples: int
     ) -> dict[str, Tensor]:
-        """Return the rewards (P, samples) of each scorer. Raises ValueError if one fails."""
+        """Return the rewards (P, samples) of each scorer. Raises UserError if one fails."""
         sampler = dataclasses.replace(self.sampler, samples=samples, rewards=[s.reward for s in scorers])
-        try:
-            scored = sampler.score(batch, convert.padded(batch.ids, completions, samples), first_prompt=batch.index[0])
-        except RewardError as error:
-            print_cause(error)
-            raise ValueError(str(error)) from error
+        scored = sampler.score(batch, convert.padded(batch.ids, completions, samples), first_prompt=batch.index[0])
         return scored.values
 
 
@@ -219,12 +215,12 @@ class RewardOfPrefixes(Prefixes):
 
 
 def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) -> PromptSet:
-    """Return the held-out prompts that neither runs nor value models are trained on. Raises ValueError if none."""
+    """Return the held-out prompts that neither runs nor value models are trained on. Raises UserError if none."""
     learned = set[str]().union(*(value_dataset.learned_from(guides.folder_of(path)) or () for path in values))
     different = held_out.distinct(training.ids)
     unseen = different.only([i for i, ids in enumerate(different.ids) if digest_of_prompt(ids) not in learned])
     if not len(unseen):
-        raise ValueError(
+        raise UserError(
             "every held-out prompt is also a training prompt or in the rollouts of the value models: set other "
             "prompts in data.evaluation"
         )
@@ -232,38 +228,36 @@ def _unseen(held_out: PromptSet, training: PromptSet, values: Sequence[Path]) ->
 
 
 def _check_gold(gold: str | None, cfg: Config) -> None:
-    """Raise ValueError for a gold reward that does not exist or takes part in the choice."""
+    """Raise UserError for a gold reward that does not exist or takes part in the choice."""
     if gold is None:
         return
     if gold not in cfg.rewards:
-        raise ValueError(f"--gold {gold}: expected a reward of the configuration: {', '.join(cfg.rewards)}")
+        raise UserError(f"--gold {gold}: expected a reward of the configuration: {', '.join(cfg.rewards)}")
     weights = {name: reward.weight for name, reward in cfg.rewards.items() if reward.weight != 0}
     if gold in weights and len(weights) == 1:
-        raise ValueError(
+        raise UserError(
             f"--gold {gold}: it is the only reward that chooses, and would evaluate its own choice; add another reward "
             f"and set rewards.{gold}.weight = 0"
         )
     if gold in weights:
-        raise ValueError(
+        raise UserError(
             f"--gold {gold}: rewards.{gold} has weight {weights[gold]:g}, so it takes part in choosing the responses; "
             f"set rewards.{gold}.weight = 0"
         )
 
 
 def _refuse_learned(gold: str | None, values: Sequence[Path]) -> None:
-    """Raise ValueError if a value model was fitted to the gold reward."""
+    """Raise UserError if a value model was fitted to the gold reward."""
     for path in values:
         if gold is not None and gold in value_dataset.rewards_of(guides.folder_of(path)):
-            raise ValueError(f"--gold {gold}: the value model {path} was fitted to it; learn values from other rewards")
+            raise UserError(f"--gold {gold}: the value model {path} was fitted to it; learn values from other rewards")
 
 
 def _pair(options: ComparisonOptions) -> implicit_reward.Pair | None:
-    """Return the models of the implicit reward, if any. Raises ValueError for one alone, or two that do not match."""
+    """Return the models of the implicit reward, if any. Raises UserError for one alone, or two that do not match."""
     if bool(options.tuned) != bool(options.untuned):
         given, missing = ("tuned", "untuned") if options.tuned else ("untuned", "tuned")
-        raise ValueError(
-            f"--{given} without --{missing}: an implicit reward is the difference of two models' log-probs"
-        )
+        raise UserError(f"--{given} without --{missing}: an implicit reward is the difference of two models' log-probs")
     if not options.tuned:
         return None
     implicit_reward.check((options.tuned, options.untuned))
@@ -271,7 +265,7 @@ def _pair(options: ComparisonOptions) -> implicit_reward.Pair | None:
 
 
 def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
-    """Load tokenizer, prompts and rewards. Raises ValueError for a configuration that cannot be run."""
+    """Load tokenizer, prompts and rewards. Raises UserError for a configuration that cannot be run."""
     refuse_environment(cfg, "nlgrpo decode")
     source = hf_weights.locate(cfg.model.path)
     tokenizer = load_tokenizer(source)
@@ -294,7 +288,7 @@ def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparis
     paths, compressed = (learned.values, learned.compressed) if learned else (list(options.guide), None)
     betas = list(options.betas) or (learned.betas if learned else [1.0] * len(paths))
     if len(betas) != len(paths):
-        raise ValueError(
+        raise UserError(
             f"{len(betas)} betas for {len(paths)} value models: give one beta per model, or none for 1 each"
         )
     search = learned.search if learned else Search()
@@ -375,7 +369,7 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
 def _cascade(c: Comparison, how: Cascade) -> tuple[list[list[Candidate]], Cost]:
     """Sample one response per prompt by CARDS, which asks the rewards about beginnings of responses."""
     if not isinstance(c.model, Decoder):
-        raise ValueError(f"method 'cards' does not support the architecture of {c.cfg.model.path}")
+        raise UserError(f"method 'cards' does not support the architecture of {c.cfg.model.path}")
 
     def rewards(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Tensor:
         return c.final_rewards(c.batch.only(prompts), responses, 1)[:, 0]
@@ -412,9 +406,9 @@ def _places(absent: Tensor) -> list[int]:
 
 
 def _one_each(rewards: Tensor) -> list[float | None]:
-    """List the rewards (P, 1) of the responses, None where they abstain. Raises ValueError if they do for all."""
+    """List the rewards (P, 1) of the responses, None where they abstain. Raises UserError if they do for all."""
     if rewards.isnan().all():
-        raise ValueError(f"the rewards abstain for all {len(rewards)} responses: choose prompts that they score")
+        raise UserError(f"the rewards abstain for all {len(rewards)} responses: choose prompts that they score")
     return [None if math.isnan(reward) else reward for reward in rewards.flatten().tolist()]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from nlgrpo.engine.cascade_sampling import Cascade
 from nlgrpo.engine.guided_search import Search
+from nlgrpo.errors import UserError
 
 IMPLICIT = ("implicit", "weak_to_strong", "bon-i")
 
@@ -49,26 +50,26 @@ def decoding_method(
     whose settings apart from K and B are used. ``longest``: H. ``by_value``: the response is chosen by value, so that
     best-of-N needs value models too. ``implicit``: there are a tuned and an untuned model.
 
-    Raises ValueError for an unknown method, and if value models that it needs are missing.
+    Raises UserError for an unknown method, and if value models that it needs are missing.
     """
     name, _, detail = method.partition(":")
     beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
     wide = replace(like, beams=beams, successors=budget // beams)
     if method == "bon":
         if by_value and not values:
-            raise ValueError(f"method {method!r} with --choose value needs a value model: set --guide")
+            raise UserError(f"method {method!r} with --choose value needs a value model: set --guide")
         return DecodingMethod(method, budget, Search(1, budget, longest), tuple(range(values)) if by_value else ())
     if method == "cd":
         return _guided(method, budget, Search(1, budget, like.chunk, diverse=False), 1, values)
     if method == "compressed":
         if not compressed:
-            raise ValueError(
+            raise UserError(
                 "method 'compressed' needs a compressed value model: set --guide to a folder of `nlgrpo iro` with one"
             )
         return DecodingMethod(method, budget, wide, (values,))
     if method in IMPLICIT:
         if not implicit:
-            raise ValueError(f"method {method!r} needs a model before and after tuning: set --tuned and --untuned")
+            raise UserError(f"method {method!r} needs a model before and after tuning: set --tuned and --untuned")
         search = {"bon-i": Search(1, budget, longest), "implicit": wide}.get(
             method, replace(wide, temperature=0.0, diverse=False, softmax=False)
         )
@@ -81,15 +82,15 @@ def decoding_method(
     if name == "iro":
         count = _number(method, detail) if detail else values
         return _guided(method, budget, wide, count, values)
-    raise ValueError(_unknown(method))
+    raise UserError(_unknown(method))
 
 
 def _guided(method: str, budget: int, search: Search, count: float, there: int) -> DecodingMethod:
     """Method guided by the first ``count`` value models."""
     if count != int(count):
-        raise ValueError(_unknown(method))
+        raise UserError(_unknown(method))
     if not 1 <= count <= there:
-        raise ValueError(
+        raise UserError(
             f"method {method!r} needs {count:g} value models: expected 1 to {there}, the number given with --guide"
         )
     return DecodingMethod(method, budget, search, tuple(range(int(count))))
@@ -98,15 +99,15 @@ def _guided(method: str, budget: int, search: Search, count: float, there: int) 
 def _cascade(method: str, detail: str, budget: int) -> Cascade:
     """Options of ``cards:REWARD``, ``cards:REWARD:BETA`` or ``cards:REWARD:BETA:ENTROPY``."""
     if not detail:
-        raise ValueError("method 'cards' needs the reward that a response should reach, such as 'cards:0.9'")
+        raise UserError("method 'cards' needs the reward that a response should reach, such as 'cards:0.9'")
     numbers = [_number(method, part) for part in detail.split(":")]
     if len(numbers) > 3:
-        raise ValueError(_unknown(method))
+        raise UserError(_unknown(method))
     try:
         goal, temperature, entropy = (*numbers, *(Cascade.temperature, Cascade.entropy)[len(numbers) - 1 :])
         return Cascade(goal, temperature, entropy, tries=budget)
     except ValueError as error:
-        raise ValueError(f"method {method!r}: {error}") from error
+        raise UserError(f"method {method!r}: {error}") from error
 
 
 def _number(method: str, detail: str) -> float:
@@ -115,7 +116,7 @@ def _number(method: str, detail: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(_unknown(method))
+        raise UserError(_unknown(method))
     return number
 
 

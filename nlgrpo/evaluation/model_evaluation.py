@@ -22,6 +22,7 @@ from nlgrpo.engine.rollouts.inputs import find_columns, load_rewards, read_promp
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation.estimators import distinct_n
 from nlgrpo.evaluation.named_models import NamedModel
 from nlgrpo.model import decoder
@@ -30,7 +31,7 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import pack
 from nlgrpo.model.tokenizer import count_tokens, load_tokenizer
 from nlgrpo.objectives.registry import Objective, is_voted
-from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, check_rows, final_answers, print_cause
+from nlgrpo.rewards.reward_functions import Reward, check_columns, check_rows, final_answers
 from nlgrpo.runtime.device import compute_dtype, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -81,7 +82,7 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
     """Load tokenizers, prompts and rewards; `draw` loads the weights, one model at a time."""
     refuse_environment(cfg, "nlgrpo evaluate")
     if any(model.label == REFERENCE for model in options.models):
-        raise ValueError(f"the label {REFERENCE!r} is that of the reference; set another one with LABEL=PATH")
+        raise UserError(f"the label {REFERENCE!r} is that of the reference; set another one with LABEL=PATH")
     models = [NamedModel(REFERENCE, Path(options.reference)), *options.models]
     objectives, loaded = load_rewards(cfg, ranks.device)
     found = [_candidate(model, options, cfg, ranks, loaded) for model in models]
@@ -89,7 +90,7 @@ def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
     first = candidates[0]
     for other in candidates[1:]:
         if other.batch.prompts != first.batch.prompts:
-            raise ValueError(
+            raise UserError(
                 f"{other.label} and {first.label} have different prompts after the length filter: their contexts or "
                 "tokenizers differ. Lower rollout.max_new_tokens, or choose prompts that fit all models."
             )
@@ -208,11 +209,7 @@ def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
 
 
 def _answers(reward: Reward, completions: Sequence[Sequence[str]]) -> Tensor:
-    try:
-        return final_answers(reward, completions)
-    except RewardError as error:
-        print_cause(error)
-        raise ValueError(str(error)) from error
+    return final_answers(reward, completions)
 
 
 def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:

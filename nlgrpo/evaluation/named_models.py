@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, hf_weights, reward_model
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime.atomic_files import into
@@ -37,7 +38,7 @@ class NamedModel:
         """Return the model directory; a checkpoint is first exported into a folder of ``exports``.
 
         Runs of different sweeps can have the same name, so the folder's name has a digest of the checkpoint's manifest,
-        which has the SHA-256 of its files. Raises ValueError if there is no such model, and for a checkpoint that has
+        which has the SHA-256 of its files. Raises UserError if there is no such model, and for a checkpoint that has
         adapters or is damaged.
         """
         if is_checkpoint(self.path):
@@ -55,12 +56,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def named(given: Sequence[str]) -> tuple[NamedModel, ...]:
-    """Read models as `read`. Raises ValueError as it does, and for two models of one label."""
+    """Read models as `read`. Raises UserError as it does, and for two models of one label."""
     found = read(given)
     labels = [model.label for model in found]
     for label in labels:
         if labels.count(label) > 1:
-            raise ValueError(f"two models have the label {label!r}; set another one with LABEL=PATH")
+            raise UserError(f"two models have the label {label!r}; set another one with LABEL=PATH")
     return tuple(found)
 
 
@@ -68,7 +69,7 @@ def read(given: Sequence[str]) -> list[NamedModel]:
     """Read ``PATH`` or ``LABEL=PATH``; a path that exists is one, whatever its name. A sweep stands for its runs.
 
     Without a label, a run is named by its folder, and a checkpoint by the folders of its run and its own. Raises
-    ValueError for a sweep without a finished run.
+    UserError for a sweep without a finished run.
     """
     found: list[NamedModel] = []
     for text in given:
@@ -94,7 +95,7 @@ def _of_sweep(folder: Path, label: str) -> list[NamedModel]:
     points = sweep_state.read_sweep_state(folder)
     finished = [point for point in points if is_run(point.folder)]
     if not finished:
-        raise ValueError(f"{folder} is a sweep of {len(points)} runs; none has finished")
+        raise UserError(f"{folder} is a sweep of {len(points)} runs; none has finished")
     start = f"{label}/" if label else ""
     return [NamedModel(f"{start}{point.name}", point.folder, label) for point in finished]
 
@@ -102,7 +103,7 @@ def _of_sweep(folder: Path, label: str) -> list[NamedModel]:
 def export(checkpoint: Path, folder: Path) -> Path:
     """Write the model of a checkpoint as a Hugging Face directory, unless it is there already; return the directory.
 
-    Raises ValueError for a checkpoint that is damaged or has adapters.
+    Raises UserError for a checkpoint that is damaged or has adapters.
     """
     if (folder / "config.json").is_file():
         return folder

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from nlgrpo import __version__
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of, where_same_rewards
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation import config_diff, evaluation_figures, figures, html_page, run_loader, seeds, success_figures
 from nlgrpo.evaluation import recorded as recorded_results
 from nlgrpo.evaluation.html_page import Cell
@@ -53,16 +54,16 @@ def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = 
     ``win_rates.png`` and ``fronts.png``. If ``out`` has another name, that name is their prefix. Missing or damaged
     files are left out and listed in the report.
 
-    Raises ValueError for a folder of another kind, and if ``out`` does not end in .html.
+    Raises UserError for a folder of another kind, and if ``out`` does not end in .html.
     """
     given = [folders] if isinstance(folders, str | Path) else list(dict.fromkeys(folders))
     paths = [split_label(str(folder))[1] for folder in given]
     if not given:
-        raise ValueError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
+        raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
     out = Path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / FILE
     out = out / FILE if out.is_dir() else out
     if out.suffix not in (".html", ".htm"):
-        raise ValueError(f"cannot write {out}: the name must end in .html")
+        raise UserError(f"cannot write {out}: the name must end in .html")
     found = run_loader.read(given)
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -355,7 +355,7 @@ def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Ro
     its mean. In the weighted sum each reward is used as in its own rows; the procedure is "each of N" if these differ.
     Samples on which a reward abstains are left out, and prompts with fewer than N others; the sum is over the rewards
     that apply to a prompt (`weighted_best_of_n`). Without any prompt the row is NaN. Intervals are 95%. Raises
-    ValueError if N exceeds the number of samples per prompt.
+    UserError if N exceeds the number of samples per prompt.
     """
     return [values.row() for values in _values(sampled, ns)]
 
@@ -483,7 +483,7 @@ def before_after_table(
 ) -> Table:
     """Table of each reward and procedure before and after training, with 95% intervals over prompts.
 
-    ``recorded``: figures of other models, for a single reward, in a column of their own. Raises ValueError if N exceeds
+    ``recorded``: figures of other models, for a single reward, in a column of their own. Raises UserError if N exceeds
     the number of samples per prompt.
     """
     found = changes(before, after, ns)

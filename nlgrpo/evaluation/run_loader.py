@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, pooled, read_evaluation
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation import figures, results, seeds
 from nlgrpo.evaluation.named_models import split_label
 from nlgrpo.evaluation.results import WEIGHTED_SUM, Entry, Estimate, compared, weighted_best_of_n
@@ -96,7 +97,7 @@ class ReportData:
 def read(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportData:
     """Load runs, evaluations and sweeps, each with ``LABEL=`` before it for another name.
 
-    With ``join_seeds``, finished runs that differ in the seed only are one model. Raises ValueError for a folder of
+    With ``join_seeds``, finished runs that differ in the seed only are one model. Raises UserError for a folder of
     another kind.
     """
     found, taken = ReportData(), set[str]()
@@ -119,7 +120,7 @@ def read(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportDat
 
 
 def kind_of(folder: Path) -> str:
-    """Return "run", "evaluation" or "sweep". Raises ValueError for a folder of another kind."""
+    """Return "run", "evaluation" or "sweep". Raises UserError for a folder of another kind."""
     if (folder / sweep_state.FILE).is_file():
         return "sweep"
     files = (*CONFIGS, run_files.FILE, FILE)
@@ -127,7 +128,7 @@ def kind_of(folder: Path) -> str:
         return "evaluation"
     if not any((folder / name).is_file() for name in files):
         what = "has none of " + ", ".join(files) if folder.is_dir() else "is not a folder"
-        raise ValueError(
+        raise UserError(
             f"{folder} {what}; give a folder written by `nlgrpo train`, such as runs/default, "
             "or by `nlgrpo evaluate` or `nlgrpo sweep`"
         )

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import fsdp, hf_weights, lora, safetensors_writer, shards
 from nlgrpo.model.architectures import Shape, Source, tensor_map
 from nlgrpo.model.decoder import Decoder
@@ -84,7 +85,7 @@ def is_adapter(path: str | Path) -> bool:
 def read(path: str | Path) -> Adapter:
     """Read an adapter that PEFT or `save` wrote.
 
-    Raises ValueError for a folder without an adapter, a damaged file, and for kinds of adapters that are not supported:
+    Raises UserError for a folder without an adapter, a damaged file, and for kinds of adapters that are not supported:
     anything but LoRA, DoRA, trained biases, ranks that differ between layers.
     """
     folder = Path(os.path.expanduser(path))
@@ -94,17 +95,17 @@ def read(path: str | Path) -> Adapter:
             tensors = {_renamed(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         missing = CONFIG if not (folder / CONFIG).is_file() else WEIGHTS
-        raise ValueError(f"{folder} has no {missing}, so it is not an adapter in PEFT's format") from error
+        raise UserError(f"{folder} has no {missing}, so it is not an adapter in PEFT's format") from error
     except SafetensorError as error:
-        raise ValueError(atomic_files.unreadable(folder / WEIGHTS, "is not a readable adapter", error)) from error
+        raise UserError(atomic_files.unreadable(folder / WEIGHTS, "is not a readable adapter", error)) from error
     except (ValueError, OSError) as error:
-        raise ValueError(f"{folder} is not a readable adapter: {error}") from error
+        raise UserError(f"{folder} is not a readable adapter: {error}") from error
     for key, supported in PLAIN.items():
         if saved.get(key, supported[0]) not in supported:
-            raise ValueError(f"{folder / CONFIG}: {key} = {saved[key]!r} is not supported; expected {supported[0]!r}")
+            raise UserError(f"{folder / CONFIG}: {key} = {saved[key]!r} is not supported; expected {supported[0]!r}")
     unknown = [key for key, value in saved.items() if key not in PLAIN and key not in KNOWN and value not in NOTHING]
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{folder / CONFIG}: {unknown[0]} = {saved[unknown[0]]!r} is not known and may change what the adapter "
             "computes; expected the config of a LoRA adapter of PEFT. Remove the key if it changes nothing"
         )
@@ -118,17 +119,17 @@ def read(path: str | Path) -> Adapter:
             modules_to_save=tuple(_renamed(n) for n in saved.get("modules_to_save") or () if n not in SCORES),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG} is not the config of a LoRA adapter: {error!r}") from error
+        raise UserError(f"{folder / CONFIG} is not the config of a LoRA adapter: {error!r}") from error
     faults = config.faults() or ["r = 0"] * (config.rank == 0)
     if faults:
-        raise ValueError(f"{folder / CONFIG}: {'; '.join(faults)}")
+        raise UserError(f"{folder / CONFIG}: {'; '.join(faults)}")
     return Adapter(folder, config, tensors, saved.get("base_model_name_or_path") or "", saved.get("task_type") or "")
 
 
 def resolve(config: LoraConfig, shape: Shape) -> LoraConfig | None:
     """Return the settings of the adapters of a model, which an adapter at ``config.path`` defines; None without any.
 
-    Raises ValueError as `read`, and for layers that the model does not have.
+    Raises UserError as `read`, and for layers that the model does not have.
     """
     if not config.enabled:
         return None
@@ -140,7 +141,7 @@ def resolve(config: LoraConfig, shape: Shape) -> LoraConfig | None:
 def begin(model: Model, config: LoraConfig, seed: int) -> None:
     """Give attached adapters their first values: those of the adapter at ``config.path``, or those of `lora.reset`.
 
-    An adapter of a reward model has its head too. Raises ValueError as `read` and `load`.
+    An adapter of a reward model has its head too. Raises UserError as `read` and `load`.
     """
     lora.reset(model, seed)
     if config.path:
@@ -150,22 +151,22 @@ def begin(model: Model, config: LoraConfig, seed: int) -> None:
 def load(model: Model, adapter: Adapter) -> None:
     """Copy the tensors of an adapter into a model with adapters of the same settings, in place.
 
-    Raises ValueError for missing tensors, for tensors that the model has no place for, and for wrong shapes.
+    Raises UserError for missing tensors, for tensors that the model has no place for, and for wrong shapes.
     """
     left = dict(adapter.tensors)
     for theirs, parameter, interleaved in _places(model):
         value = left.pop(theirs, None)
         if value is None:
             note = hf_weights.prefix_note(theirs, adapter.tensors) or "; it must adapt every layer of the model"
-            raise ValueError(f"{adapter.folder} has no tensor {theirs!r}{note}")
+            raise UserError(f"{adapter.folder} has no tensor {theirs!r}{note}")
         if value.shape != parameter.shape:
-            raise ValueError(
+            raise UserError(
                 f"{theirs} of {adapter.folder} has shape {tuple(value.shape)}, but the model requires "
                 f"{tuple(parameter.shape)}; was the adapter trained on another model?"
             )
         shards.fill(parameter, _reordered(value, (model.shape.heads, 3)) if interleaved else value)
     if left:
-        raise ValueError(f"{adapter.folder} has tensors that the model has no place for, such as {min(left)}")
+        raise UserError(f"{adapter.folder} has tensors that the model has no place for, such as {min(left)}")
 
 
 def save(

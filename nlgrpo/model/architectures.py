@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nlgrpo.errors import UserError
+
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -103,20 +105,20 @@ class Shape:
         return self.matrices + self.layers * block + embeddings + positions + norms * self.width
 
 
-class UnknownModel(ValueError):
+class UnknownModel(UserError):
     """An architecture, activation or rotary embedding that the decoder does not support."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
     """Read the config of a model directory.
 
-    Raises ValueError if transformers cannot read it; the message lists the supported architectures.
+    Raises UserError if transformers cannot read it; the message lists the supported architectures.
     """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises exceptions of many types
         known = ", ".join(sorted(FAMILIES))
-        raise ValueError(
+        raise UserError(
             f"cannot read {folder / 'config.json'}: {error}\n  nlgrpo's decoder supports: {known}"
         ) from error
 
@@ -125,7 +127,7 @@ def shape_of(config: Any) -> Shape:
     """Return the ``Shape`` of a Hugging Face config.
 
     Raises UnknownModel for an unsupported architecture, activation or rotary embedding (the message lists the supported
-    ones), and ValueError for inconsistent numbers, quantised weights, and keys of other models that change what they
+    ones), and UserError for inconsistent numbers, quantised weights, and keys of other models that change what they
     compute.
     """
     if config.model_type not in FAMILIES:
@@ -157,12 +159,12 @@ def shape_of(config: Any) -> Shape:
 
 
 def check_causal(config: Any) -> None:
-    """Raise ValueError if the config is that of a classifier or of another model without a head for the next token."""
+    """Raise UserError if the config is that of a classifier or of another model without a head for the next token."""
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"config.json{_of(config)} has architectures = {names!r}; expected a list of class names")
+        raise UserError(f"config.json{_of(config)} has architectures = {names!r}; expected a list of class names")
     if names and all(OTHER_TASKS.search(name) for name in names):
-        raise ValueError(
+        raise UserError(
             f"config.json{_of(config)} is that of a {names[0]}, which predicts no next token; expected a causal "
             "language model (architectures: ..ForCausalLM). A classifier can be a reward, classifier(path=..), or the "
             "model of `nlgrpo reward-model train`"
@@ -170,10 +172,10 @@ def check_causal(config: Any) -> None:
 
 
 def _check_keys(config: Any) -> None:
-    """Raise ValueError for quantised weights, and for keys of other models that change what they compute."""
+    """Raise UserError for quantised weights, and for keys of other models that change what they compute."""
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ValueError(
+        raise UserError(
             f"config.json{_of(config)} has a quantization_config ({method or quantised}): the weights are quantised, "
             "which is not supported. Use the model that it was made from, or dequantise it with transformers: "
             "model.dequantize(), then save_pretrained(folder)"
@@ -181,7 +183,7 @@ def _check_keys(config: Any) -> None:
     keys = dict(UNSUPPORTED)
     if config.model_type in ("llama", "gpt_neox", "gpt2"):
         keys["sliding_window"] = (None,)
-        keys["layer_types"] = (None, ["full_attention"] * config.num_hidden_layers)
+        keys["layer_types"] = (None, ["full_attention"] * len(getattr(config, "layer_types", None) or []))
     values = {key: getattr(config, key, None) for key in keys}
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type != "gpt_neox" and rope.get("rope_type", "default") == "default":
@@ -189,7 +191,7 @@ def _check_keys(config: Any) -> None:
     for key, neutral in keys.items():
         value = values[key]
         if value not in neutral:
-            raise ValueError(
+            raise UserError(
                 f"config.json{_of(config)} sets {key} = {value!r}, which nlgrpo's {config.model_type!r} models do not "
                 "have: they would compute something else. Remove the key if the model was trained without it"
             )
@@ -199,8 +201,8 @@ def _of(config: Any) -> str:
     return f" of {config.name_or_path}" if config.name_or_path else ""
 
 
-def _invalid(config: Any, why: object) -> ValueError:
-    return ValueError(f"config.json{_of(config)} is not a valid {config.model_type!r} config: {why}")
+def _invalid(config: Any, why: object) -> UserError:
+    return UserError(f"config.json{_of(config)} is not a valid {config.model_type!r} config: {why}")
 
 
 def _check_rotary(config: Any, shape: Shape) -> None:

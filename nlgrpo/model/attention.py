@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import Segments, keys_of_segments, packed_attention, rotate_queries_and_keys
 
 Rope = tuple[Tensor, Tensor] | None  # cos and sin, each (T, r/2); None: no rotation
@@ -93,16 +94,14 @@ def implementation(device: str, dtype: torch.dtype) -> str:
     In half precision on a GPU ``"flash_attn"`` if installed, else PyTorch's ``"varlen"``; the environment variable
     ``NLGRPO_ATTENTION`` names another one of `KINDS`. Otherwise ``"packed"``: `kernels.packed_attention`.
 
-    Raises ValueError for an unknown name in ``NLGRPO_ATTENTION``, and for "flash_attn" if it is not installed.
+    Raises UserError for an unknown name in ``NLGRPO_ATTENTION``, and for "flash_attn" if it is not installed.
     """
     if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "packed"
     installed = importlib.util.find_spec("flash_attn") is not None
     chosen = os.environ.get("NLGRPO_ATTENTION") or ("flash_attn" if installed else "varlen")
     if chosen not in KINDS:
-        raise ValueError(f"NLGRPO_ATTENTION={chosen} is not known; expected one of {', '.join(KINDS)}")
+        raise UserError(f"NLGRPO_ATTENTION={chosen} is not known; expected one of {', '.join(KINDS)}")
     if chosen == "flash_attn" and not installed:
-        raise ValueError(
-            "NLGRPO_ATTENTION=flash_attn: flash-attn is not installed; install it, or use varlen or packed"
-        )
+        raise UserError("NLGRPO_ATTENTION=flash_attn: flash-attn is not installed; install it, or use varlen or packed")
     return chosen

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import BlockWeights, Segments, linear, recomputed, rms_norm, swiglu
 from nlgrpo.model import hf_weights, lora, safetensors_writer
 from nlgrpo.model.architectures import (
@@ -291,11 +292,11 @@ class Decoder(nn.Module):
         tokens are never stored. After `limit_vocabulary` the head also gets ``bias=`` (V,). The head runs here and not
         in the caller, because FSDP2 gathers the weight here.
 
-        Raises ValueError if the lengths do not add up to T.
+        Raises UserError if the lengths do not add up to T.
         """
         segments = Segments.of(lengths)
         if sum(segments.lengths) != len(tokens):
-            raise ValueError(
+            raise UserError(
                 f"the sequence lengths add up to {sum(segments.lengths)}, but there are {len(tokens)} tokens"
             )
         attend = PackedAttention(segments, tokens.device, self.embed.weight.dtype)
@@ -308,7 +309,7 @@ class Decoder(nn.Module):
 def build(config: PretrainedConfig) -> Decoder:
     """Build a decoder with uninitialised weights from a Hugging Face config.
 
-    Raises ValueError for an unknown architecture.
+    Raises UserError for an unknown architecture.
     """
     return allocate(blueprint(config))
 
@@ -344,7 +345,7 @@ def load(
     place before its memory is allocated, so a rank never holds more than its shard and one full tensor. It may attach
     adapters (`lora.attach`), which have no values then.
 
-    Raises ValueError for an unknown architecture (the message lists the supported ones), a missing tensor or one of the
+    Raises UserError for an unknown architecture (the message lists the supported ones), a missing tensor or one of the
     wrong shape, tensors that have no place in the model, a classifier, and a directory that is not a model directory.
     """
     folder = hf_weights.locate(path_or_name)
@@ -377,10 +378,10 @@ def save(
     such as `fsdp.each_full`; each is written before the next one is requested. ``like``: the directory that the model
     was loaded from; its files of how to sample (`hf_weights.SAMPLING_FILES`) are copied.
 
-    Raises ValueError for a decoder without a Hugging Face config.
+    Raises UserError for a decoder without a Hugging Face config.
     """
     if model.config is None:
-        raise ValueError("this decoder was built without a Hugging Face config; use model.load or model.build")
+        raise UserError("this decoder was built without a Hugging Face config; use model.load or model.build")
     folder.mkdir(parents=True, exist_ok=True)
     model.config.dtype = model.head_weight.dtype if dtype is None else dtype
     hf_weights.write_config(model.config, folder)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import lora, shards
 from nlgrpo.model.decoder import Block, Decoder
 from nlgrpo.model.lora import LoraConfig
@@ -213,7 +214,7 @@ def save_on_first(
 ) -> None:
     """Call ``write`` on rank 0 with the pairs of `each_full`. Collective; everything is written on return.
 
-    Raises ValueError on all ranks if rank 0 cannot write into ``folder``.
+    Raises UserError on all ranks if rank 0 cannot write into ``folder``.
     """
     pairs = each_full(model, dtype, only=only)
 
@@ -229,7 +230,7 @@ def save_on_first(
 
 
 def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
-    """Raise ValueError on all ranks if a parameter is NaN or infinite, before it is saved. Collective.
+    """Raise UserError on all ranks if a parameter is NaN or infinite, before it is saved. Collective.
 
     ``why`` is the end of the message.
     """
@@ -237,7 +238,7 @@ def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
     extremes = ((name, part.aminmax()) for name, part in parts if part.numel())  # without temporary tensors
     bad = next((name for name, (low, high) in extremes if not (low.isfinite() and high.isfinite())), None)
     if names := [name for name in ranks.gather_objects(bad) if name is not None]:
-        raise ValueError(f"{names[0]} has NaN or infinite values{why}")
+        raise UserError(f"{names[0]} has NaN or infinite values{why}")
 
 
 TOO_LARGE = "; nothing was saved. The rewards, the weight decay or the learning rate may be too large"
@@ -246,12 +247,12 @@ TOO_LARGE = "; nothing was saved. The rewards, the weight decay or the learning 
 def clip_gradients(model: nn.Module, max_norm: float, *, finite: bool = True) -> float:
     """Clip the gradient to the norm ``max_norm`` (0: no clipping) and return its norm before, over all shards.
 
-    Raises ValueError if the norm is not finite and ``finite`` is true.
+    Raises UserError if the norm is not finite and ``finite`` is true.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
     total = float(norm.full_tensor() if shards.is_sharded(norm) else norm)
     if finite and not math.isfinite(total):
-        raise ValueError(
+        raise UserError(
             f"the norm of the gradient is {total}: the rewards, the weights or the learning rate are too large for the "
             "compute dtype. The gradient was not applied; the last checkpoint is from before it"
         )

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import shards
 from nlgrpo.model.architectures import Shape, Source, keys_of_transformers_4
 from nlgrpo.runtime import atomic_files
@@ -59,23 +60,23 @@ log = logging.getLogger("nlgrpo")
 def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
     """Return the directory of a model: a local one, an embedded one (``"story-lm"``), or a download from the hub.
 
-    ``config_only``: download only the config.json of a hub model. Raises ValueError if there is no such directory and
+    ``config_only``: download only the config.json of a hub model. Raises UserError if there is no such directory and
     the hub has no such model.
     """
     path = Path(os.path.expanduser(path_or_name))
     if os.path.isfile(path / "config.json"):  # os.path, because Path's methods raise for overlong names
         if begun_from(path) is not None:
-            raise ValueError(
+            raise UserError(
                 f"{path} is the folder of a run, not a model; a finished run has its model in {path / 'model'}"
             )
         return path
     if os.path.isfile(path / "adapter_config.json"):
-        raise ValueError(
+        raise UserError(
             f"{path} is an adapter, not a model: `nlgrpo merge {path} --out FOLDER` makes a model of it, and a run of "
             f"nlgrpo has one in {path.parent / 'model'}; lora.path continues it"
         )
     if os.path.isdir(path):
-        raise ValueError(f"{path} has no config.json, so it is not a Hugging Face model directory")
+        raise UserError(f"{path} has no config.json, so it is not a Hugging Face model directory")
     if str(path_or_name) in EMBEDDED:
         return _embedded(str(path_or_name), config_only)
     wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -84,19 +85,19 @@ def locate(path_or_name: str | Path, *, config_only: bool = False) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"model {str(path_or_name)!r} is neither a directory, nor embedded, nor available on the Hugging Face "
             f"hub ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
 
 
 def _embedded(name: str, config_only: bool) -> Path:
-    """Return the directory of a model of the package. Raises ValueError if the package came without its files."""
+    """Return the directory of a model of the package. Raises UserError if the package came without its files."""
     folder = Path(str(files("nlgrpo.data"))) / "assets" / name
     needed = ["config.json"] if config_only else ["config.json", "model.safetensors", "tokenizer.json"]
     missing = [file for file in needed if not os.path.isfile(folder / file)]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"the model {name!r} of this package is incomplete: {', '.join(missing)} missing in {folder}. Install "
             f"nlgrpo again, or make the model in a clone of nlgrpo: python {EMBEDDED[name]} --out {folder.parent}"
         )
@@ -126,7 +127,7 @@ def write_config(config: PretrainedConfig, folder: Path) -> None:
 class Checkpoint:
     """Tensors of a directory's ``model.safetensors`` or of the shards in its index, read one at a time.
 
-    Raises ValueError if the directory has no safetensors, or if its index or a file is damaged or missing.
+    Raises UserError if the directory has no safetensors, or if its index or a file is damaged or missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,32 +137,32 @@ class Checkpoint:
             try:
                 shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index} is not an index of shards ({error!r})") from error
+                raise UserError(f"{index} is not an index of shards ({error!r})") from error
         elif single.is_file():
             shards = [single.name]
         else:
-            raise ValueError(
+            raise UserError(
                 f"{folder} has no model.safetensors (nor an index of shards); only safetensors are read. Convert "
                 "other formats with transformers: model.save_pretrained(folder)"
             )
         if single.is_file() and single.name not in shards:
-            raise ValueError(
+            raise UserError(
                 f"{folder} has two models, {single.name} and the shards of {index.name}: transformers reads "
                 "the former. Remove the one that is not meant"
             )
         outside = [name for name in shards if not isinstance(name, str) or Path(name).name != name]
         if outside:
-            raise ValueError(f"{index.name} of {folder} lists shards outside of the folder: {outside}")
+            raise UserError(f"{index.name} of {folder} lists shards outside of the folder: {outside}")
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
-            raise ValueError(f"{index.name} of {folder} lists shards that do not exist: {', '.join(missing)}")
+            raise UserError(f"{index.name} of {folder} lists shards that do not exist: {', '.join(missing)}")
         self.files = {}
         for name in shards:
             try:
                 opened = safe_open(folder / name, framework="pt")
             except SafetensorError as error:
                 fault = "is damaged, not a complete safetensors file"
-                raise ValueError(atomic_files.unreadable(folder / name, fault, error)) from error
+                raise UserError(atomic_files.unreadable(folder / name, fault, error)) from error
             self.files.update(dict.fromkeys(opened.keys(), opened))
 
     def resolve(self, name: str) -> str | None:
@@ -170,12 +171,12 @@ class Checkpoint:
         return next((n for n in (name, unprefixed, *ALIASES.get(name, ())) if n in self.files), None)
 
     def names_of(self, source: Source) -> list[str]:
-        """Return the names under which the tensors of a `Source` are stored. Raises ValueError for a missing one."""
+        """Return the names under which the tensors of a `Source` are stored. Raises UserError for a missing one."""
         found = []
         for name in source.names:
             resolved = self.resolve(name)
             if resolved is None:
-                raise ValueError(self._without(name))
+                raise UserError(self._without(name))
             found.append(resolved)
         return found
 
@@ -193,46 +194,46 @@ class Checkpoint:
         ``sources``: those of the model's parameters. ``unused``: names of tensors that it may leave out. Buffers that
         it computes itself are left out too, and a value head of TRL, which is logged.
 
-        Raises ValueError for missing tensors, and for others, such as biases or layers that config.json does not name:
+        Raises UserError for missing tensors, and for others, such as biases or layers that config.json does not name:
         without them the model would compute something else.
         """
         used = {name for source in sources for name in self.names_of(source)}
         left = [name for name in self.files if name not in used and name not in unused and not BUFFERS.search(name)]
         quantised = next(filter(QUANTISED.search, left), None)
         if quantised is not None:
-            raise ValueError(_quantised(self.folder, f"it has {quantised!r}"))
+            raise UserError(_quantised(self.folder, f"it has {quantised!r}"))
         heads = sorted(name for name in left if name.startswith(VALUE_HEAD))
         if heads:
             log.warning("%s: the value head (%s) is not used by a language model", self.folder, ", ".join(heads))
         others = sorted(set(left) - set(heads))
         if others:
-            raise ValueError(_without_place(self.folder, others))
+            raise UserError(_without_place(self.folder, others))
 
     def find(self, source: Source) -> list[Any]:
         """Return the tensors of a `Source` as slices of their files, which read nothing until they are indexed.
 
-        Raises ValueError for missing and for quantised tensors.
+        Raises UserError for missing and for quantised tensors.
         """
         parts = []
         for resolved in self.names_of(source):
             part = self.slice(resolved)
             dtype = part[:1].dtype if part.get_shape() else torch.float32  # a scalar is refused for its shape
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise ValueError(_quantised(self.folder, f"{resolved} has dtype {dtype}"))
+                raise UserError(_quantised(self.folder, f"{resolved} has dtype {dtype}"))
             parts.append(part)
         return parts
 
     def check_embedding(self, name: str, tied: bool) -> None:
-        """Check that the stored embedding ``name`` and the head agree with the config's ``tied``; else ValueError."""
+        """Check that the stored embedding ``name`` and the head agree with the config's ``tied``; else UserError."""
         heads = [n for n in ALIASES[name] if n.endswith(HEADS) and n in self.files]
         stored = self.resolve(name)
         if stored in heads and not tied:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} has no tensor {name!r}, and its config.json does not tie the embeddings to the head"
             )
         for head in heads:
             if tied and stored != head and not _equal(self.slice(head), self.slice(str(stored))):
-                raise ValueError(
+                raise UserError(
                     f"config.json of {self.folder} ties {head!r} to {name!r}, but both are stored and differ. Set "
                     "tie_word_embeddings to false in it if both are needed, or remove the wrong one"
                 )
@@ -282,7 +283,7 @@ def prefix_note(name: str, stored: Collection[str]) -> str:
 def check_unexpected(folder: Path, model: nn.Module, names: Iterable[str]) -> None:
     """Check the tensors ``names`` of ``folder`` that transformers did not load into ``model``.
 
-    Raises ValueError for tensors of modules that the model has, such as biases and further layers: without them it
+    Raises UserError for tensors of modules that the model has, such as biases and further layers: without them it
     would compute something else. Others, such as a tower for images, are logged, except for `BUFFERS`.
     """
     modules = {name for name, _ in model.named_modules()}
@@ -292,7 +293,7 @@ def check_unexpected(folder: Path, model: nn.Module, names: Iterable[str]) -> No
         owned = name.rpartition(".")[0] in modules or (layers is not None and layers[1] in modules)
         (inside if owned else outside).append(name)
     if inside:
-        raise ValueError(_without_place(folder, inside))
+        raise UserError(_without_place(folder, inside))
     if outside:
         log.warning("%s: the model does not use its tensors %s", folder, _listed(outside))
 
@@ -336,7 +337,7 @@ def read_into(
 ) -> None:
     """Fill ``parameters`` in place from a model directory; of a sharded parameter, only this rank's rows.
 
-    No other rows are read. Raises ValueError as `Checkpoint.check_tensors`, and for a tensor whose shape differs from
+    No other rows are read. Raises UserError as `Checkpoint.check_tensors`, and for a tensor whose shape differs from
     the config's.
     """
     folder = checkpoint.folder
@@ -347,7 +348,7 @@ def read_into(
             parts = checkpoint.find(source)
             found = _joined_shape([tuple(part.get_shape()) for part in parts], source.layout)
             if found != tuple(parameter.shape):
-                raise ValueError(
+                raise UserError(
                     f"{' + '.join(source.names)} of {folder} has shape {found}, but its config.json "
                     f"requires {tuple(parameter.shape)}"
                 )

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import linear
 from nlgrpo.model import shards
 from nlgrpo.model.architectures import Shape, tensor_map
@@ -178,19 +179,19 @@ def saved_names(shape: Shape) -> dict[str, str]:
 
 
 def check(config: LoraConfig, shape: Shape) -> None:
-    """Raise ValueError for target modules and modules to save that a model of this shape does not have."""
+    """Raise UserError for target modules and modules to save that a model of this shape does not have."""
     layers, saved = layer_names(shape), saved_names(shape)
     for name in config.target_modules:
         if name not in (ALL, *layers):
-            raise ValueError(
+            raise UserError(
                 f"lora.target_modules: a {shape.family} model has no linear layer {name!r}; it has "
                 f"{', '.join(layers)}, or {ALL!r} for all of them"
             )
     for name in config.modules_to_save:
         if name not in saved:
-            raise ValueError(f"lora.modules_to_save: {name!r} is not one of {', '.join(saved)} of this model")
+            raise UserError(f"lora.modules_to_save: {name!r} is not one of {', '.join(saved)} of this model")
     if config.modules_to_save and shape.tied:
-        raise ValueError(
+        raise UserError(
             "lora.modules_to_save: the embedding of this model is also its head (tie_word_embeddings), and PEFT would "
             "train only one of both; leave it empty"
         )
@@ -227,11 +228,11 @@ def attach(model: Model, config: LoraConfig, compute: torch.dtype) -> None:
     """Freeze a model and give it adapters, in place, usually while it is a blueprint.
 
     Frozen parameters get the dtype ``compute``, and adapters that of the parameters before. The head of a reward model
-    stays trained. The adapters have no values before `adapters.begin`. Raises ValueError as `check`.
+    stays trained. The adapters have no values before `adapters.begin`. Raises UserError as `check`.
     """
     check(config, model.shape)
     if has_scalar_head(model) and HEAD in config.modules_to_save:
-        raise ValueError(
+        raise UserError(
             f"lora.modules_to_save: a reward or value model has no {HEAD!r}; its own head is trained anyway"
         )
     assert isinstance(model, nn.Module)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import shards
 from nlgrpo.model.decoder import Block, Decoder
 
@@ -80,7 +81,7 @@ class Muon(torch.optim.Optimizer):
 
     Keys of a group of Muon: lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn, parts. AdamW's: lr, betas,
     eps, weight_decay. Parameters without a gradient are left unchanged. With sharded parameters a step is collective,
-    and every rank orthogonalizes each whole matrix. Raises ValueError for a group of Muon with a parameter that is not
+    and every rank orthogonalizes each whole matrix. Raises UserError for a group of Muon with a parameter that is not
     a matrix, or whose rows are not those of its parts.
     """
 
@@ -96,7 +97,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"] if "parts" in group else ():
                 if p.dim() != 2 or sum(group["parts"] or p.shape[:1]) != len(p):
-                    raise ValueError(
+                    raise UserError(
                         f"Muon: a parameter has shape {tuple(p.shape)}, expected a matrix with parts of "
                         f"{tuple(group['parts'])} rows; put other parameters in a group without the key 'parts'"
                     )

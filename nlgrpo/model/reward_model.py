@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, hf_weights, lora, shards
 from nlgrpo.model.architectures import Source, tensor_map
 from nlgrpo.model.decoder import Decoder
@@ -60,19 +61,17 @@ def locate(path_or_name: str, *, config_only: bool = False) -> tuple[Path, Path 
     """Return the Hugging Face directory of ``path_or_name``, and a checkpoint whose weights replace its own (or None).
 
     ``path_or_name`` is a directory or name as in `hf_weights.locate`, the folder of a run (its exported ``model``), or
-    a checkpoint of a run, ``runs/NAME/checkpoints/step-00000012``. Raises ValueError if there is no such model.
+    a checkpoint of a run, ``runs/NAME/checkpoints/step-00000012``. Raises UserError if there is no such model.
     """
     path = Path(os.path.expanduser(path_or_name))
     if (path / "manifest.json").is_file() and (path / "state.json").is_file():
         begun = hf_weights.begun_from(path.parents[1])
         if begun is None:
-            raise ValueError(
-                f"{path} is a checkpoint, but {path.parents[1] / 'config.json'} is not the config of a run"
-            )
+            raise UserError(f"{path} is a checkpoint, but {path.parents[1] / 'config.json'} is not the config of a run")
         return locate(begun, config_only=config_only)[0], path
     if hf_weights.begun_from(path) is not None:
         if not (path / "model" / "config.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"{path} is a run that has not exported its model yet; finish it, or pass one of its checkpoints"
             )
         path = path / "model"
@@ -95,7 +94,7 @@ def load(
     stores under the name of its lm_head are loaded, where transformers 5.23 would initialise new ones. ``shard``: as in
     `decoder.load`; a new head is the same for any number of ranks.
 
-    Raises ValueError for an unknown architecture, a missing tensor or one of the wrong shape, tensors that have no
+    Raises UserError for an unknown architecture, a missing tensor or one of the wrong shape, tensors that have no
     place in the model, and a classifier with several outputs.
     """
     folder, saved = locate(path_or_name)
@@ -125,14 +124,14 @@ def load(
 def _check(tensors: hf_weights.Checkpoint, model: Decoder, trained: bool) -> None:
     value_head = next((name for name in tensors.files if name.startswith(hf_weights.VALUE_HEAD)), None)
     if value_head is not None:
-        raise ValueError(
+        raise UserError(
             f"{tensors.folder} has a value head of TRL ({value_head}), which is not read. Save the model as a sequence "
             "classifier with one output (score.weight), or remove the head to start with a new one"
         )
     if trained:
         outputs = tensors.slice(SCORE).get_shape()[0]
         if outputs != 1:
-            raise ValueError(
+            raise UserError(
                 f"{tensors.folder} is a classifier with {outputs} outputs; a reward model starts from a classifier "
                 "with one output or from a causal model"
             )
@@ -198,10 +197,10 @@ def save(
     ``pad`` becomes the padding token of the config and of the tokenizer, which pads on the right and truncates texts on
     the left to ``max_length`` tokens. ``parameters`` and ``dtype``: as in `decoder.save`.
 
-    Raises ValueError for a decoder without a Hugging Face config.
+    Raises UserError for a decoder without a Hugging Face config.
     """
     if model.config is None:
-        raise ValueError("this decoder was built without a Hugging Face config; use reward_model.load")
+        raise UserError("this decoder was built without a Hugging Face config; use reward_model.load")
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
     config.architectures = [CLASSES[model.shape.family]]

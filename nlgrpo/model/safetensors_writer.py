@@ -17,6 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 
 DTYPES: dict[str, torch.dtype] = {
@@ -56,11 +57,11 @@ def write(folder: Path, layout: Layout, tensors: Iterator[tuple[str, Tensor]], *
     Weights that the folder held before are removed first; a file appears under its name when it is complete, and the
     index when all shards are.
 
-    Raises ValueError for a dtype that safetensors does not have.
+    Raises UserError for a dtype that safetensors does not have.
     """
     for name, (_, dtype) in layout.items():
         if dtype not in NAMES:
-            raise ValueError(f"{name} has dtype {dtype}, which safetensors cannot store; use one of {sorted(DTYPES)}")
+            raise UserError(f"{name} has dtype {dtype}, which safetensors cannot store; use one of {sorted(DTYPES)}")
     files = split(layout, max_file)
     for old in folder.iterdir():
         if WEIGHTS.fullmatch(old.name):

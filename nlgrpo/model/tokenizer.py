@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from nlgrpo.errors import UserError
 from nlgrpo.model import architectures
 from nlgrpo.runtime import atomic_files
 
@@ -17,7 +18,7 @@ CONFIG = "tokenizer_config.json"
 def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory, without running code from it.
 
-    Raises ValueError if the directory has none, or an empty one, which transformers builds if the files are missing.
+    Raises UserError if the directory has none, or an empty one, which transformers builds if the files are missing.
     """
     if (source / "config.json").is_file():  # the folder of an adapter has none
         architectures.read_config(source)  # reports a broken config better than transformers does
@@ -25,9 +26,9 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # transformers reads some settings only when they are used
     except Exception as error:  # tokenizers raises bare exceptions
-        raise ValueError(_unreadable(source, error)) from error
+        raise UserError(_unreadable(source, error)) from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise ValueError(
+        raise UserError(
             f"{source} has no tokenizer: its files (tokenizer.json, or vocab.json with merges.txt) are missing"
         )
     return tokenizer
@@ -77,7 +78,7 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
 def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
     """Return the token ids that end a text: the ones in the directory's configs, and the tokenizer's EOS.
 
-    Raises ValueError for a config that is not JSON, or whose ``eos_token_id`` is neither an id nor a list of ids.
+    Raises UserError for a config that is not JSON, or whose ``eos_token_id`` is neither an id nor a list of ids.
     """
     ids: list[int] = []
     for path in (source / "generation_config.json", source / "config.json"):
@@ -90,8 +91,8 @@ def _declared_stops(path: Path) -> list[int]:
     try:
         declared = json.loads(path.read_text("utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
+        raise UserError(f"{path} is not a JSON object: {error}") from error
     ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{path}: eos_token_id = {declared!r} is neither a token id nor a list of token ids")
+        raise UserError(f"{path}: eos_token_id = {declared!r} is neither a token id nor a list of token ids")
     return ids

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.errors import UserError
 
 
 def path_of(value: object) -> Path:
     """Return the path that an argument of a reward names."""
     if not isinstance(value, str | Path):
-        raise ValueError(f"path must be a string in quotes, got {value!r}")
+        raise UserError(f"path must be a string in quotes, got {value!r}")
     return Path(os.path.expanduser(value))
 
 
@@ -32,7 +33,7 @@ class Length:
         r(y) = -((|y| - target) / scale)^2
 
     |y| is the number of tokens of the completion, including a sampled end-of-sequence token. The maximum is 0.
-    Raises ValueError for a non-finite ``target`` or ``scale``, and for ``scale`` <= 0.
+    Raises UserError for a non-finite ``target`` or ``scale``, and for ``scale`` <= 0.
     """
 
     target: float
@@ -41,9 +42,9 @@ class Length:
     def __post_init__(self) -> None:
         for name, value in (("target", self.target), ("scale", self.scale)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
-                raise ValueError(f"{name} must be a number of tokens, got {value!r}")
+                raise UserError(f"{name} must be a number of tokens, got {value!r}")
         if self.scale <= 0:
-            raise ValueError(f"scale must be above 0 (the maximum length is a good one), got {self.scale}")
+            raise UserError(f"scale must be above 0 (the maximum length is a good one), got {self.scale}")
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         return [-(((len(ids) - self.target) / self.scale) ** 2) for ids in completion_ids]
@@ -56,7 +57,7 @@ class Overlong:
         r(y) = min(0, max(-1, (limit - margin - |y|) / margin))
 
     |y| is the number of tokens: 0 up to ``limit - margin``, -1 from ``limit`` on. With ``margin = 0`` it is 0 or -1.
-    Raises ValueError unless 0 <= margin <= limit and limit > 0.
+    Raises UserError unless 0 <= margin <= limit and limit > 0.
     """
 
     limit: int
@@ -65,9 +66,9 @@ class Overlong:
     def __post_init__(self) -> None:
         for name, value in (("limit", self.limit), ("margin", self.margin)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number of tokens, got {value!r}")
+                raise UserError(f"{name} must be a whole number of tokens, got {value!r}")
         if not 0 <= self.margin <= self.limit or self.limit <= 0:
-            raise ValueError(f"expected 0 <= margin <= limit, got {self.margin} and {self.limit}")
+            raise UserError(f"expected 0 <= margin <= limit, got {self.margin} and {self.limit}")
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         return [self._penalty(len(ids)) for ids in completion_ids]
@@ -89,12 +90,12 @@ class Lexicon:
     around a word do not matter; if entries differ only in case, the last one counts. A hyphenated word that is not in
     the file counts by its parts. Entries with spaces or signs match literally: "fed up", ":)".
 
-    Raises ValueError for a missing or empty file, a line without a finite score, and another ``normalize``.
+    Raises UserError for a missing or empty file, a line without a finite score, and another ``normalize``.
     """
 
     def __init__(self, path: str, normalize: Literal["compound", "mean"] = "compound") -> None:
         if normalize not in ("compound", "mean"):
-            raise ValueError(f"normalize must be 'compound' or 'mean', got {normalize!r}")
+            raise UserError(f"normalize must be 'compound' or 'mean', got {normalize!r}")
         self.normalize = normalize
         self.scores = _read_lexicon(path_of(path))
         phrases = [entry for entry in self.scores if not re.fullmatch(r"[\w'-]+", entry)]
@@ -121,13 +122,13 @@ class Lexicon:
 def _read_lexicon(path: Path) -> dict[str, float]:
     """Read a ``word<TAB>score`` file into ``{lower-case entry: score}``."""
     if not os.path.isfile(path):
-        raise ValueError(f"there is no lexicon file {str(path)!r} (looked from {Path.cwd()})")
+        raise UserError(f"there is no lexicon file {str(path)!r} (looked from {Path.cwd()})")
     scores: dict[str, float] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             scores[line.split("\t")[0].strip().lower()] = _lexicon_score(line, f"{path}, line {number}")
     if not scores:
-        raise ValueError(f"the lexicon {str(path)!r} is empty; expected a line 'word<TAB>score' for each word")
+        raise UserError(f"the lexicon {str(path)!r} is empty; expected a line 'word<TAB>score' for each word")
     return scores
 
 
@@ -138,7 +139,7 @@ def _lexicon_score(line: str, where: str) -> float:
     except (IndexError, ValueError):
         score = math.nan
     if not math.isfinite(score) or not fields[0].strip():
-        raise ValueError(f"{where}: expected 'word<TAB>score', got {line[:80]!r}")
+        raise UserError(f"{where}: expected 'word<TAB>score', got {line[:80]!r}")
     return score
 
 
@@ -152,7 +153,7 @@ def _phrase_pattern(phrase: str) -> str:
 class Regex:
     """1.0 if ``pattern`` occurs in the completion (``full=True``: matches all of it), else 0.0.
 
-    A dot also matches a line break. Raises ValueError for a pattern that does not compile.
+    A dot also matches a line break. Raises UserError for a pattern that does not compile.
     """
 
     in_main_thread = True  # only there can a pattern that takes for ever be interrupted
@@ -161,7 +162,7 @@ class Regex:
         try:
             compiled = re.compile(pattern, re.DOTALL)
         except (re.error, TypeError) as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            raise UserError(f"{pattern!r} is not a regular expression: {error}") from error
         self.match: Callable[[str], re.Match[str] | None] = compiled.fullmatch if full else compiled.search
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
@@ -172,7 +173,7 @@ class Regex:
 class Gsm8k:
     """1.0 if the final answer of the completion equals that of ``column``, else 0.0.
 
-    `final_answer` extracts both. Abstains (None) if the column has no number. Raises ValueError if the data do not have
+    `final_answer` extracts both. Abstains (None) if the column has no number. Raises UserError if the data do not have
     the column.
     """
 
@@ -185,7 +186,7 @@ class Gsm8k:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if self.column not in columns:
-            raise ValueError(f"gsm8k(column={self.column!r}) needs a column {self.column!r} in the data")
+            raise UserError(f"gsm8k(column={self.column!r}) needs a column {self.column!r} in the data")
         golds = [final_answer(str(gold)) for gold in columns[self.column]]  # floats too: "5e-05" is valid
         answers = [final_answer(text_of(completion)) for completion in completions]
         return [None if gold is None else float(gold == answer) for gold, answer in zip(golds, answers, strict=True)]

@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.supervision.threads import event_loop, in_thread
 from nlgrpo.runtime.supervision.time_limit import TimedOut, ended_after, is_main_thread, limited
 
@@ -64,7 +65,7 @@ class Log:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if not isinstance(column, str) or len(values) != self.count:
-            raise ValueError(
+            raise UserError(
                 f"log_extra takes a column name and {self.count} values, got {column!r} and {len(values)} values"
             )
         self.extra[column] = list(values)

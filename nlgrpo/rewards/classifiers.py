@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nlgrpo.data.conversations import ChatOptions, answered, is_continued, text_of
 from nlgrpo.data.encoding import ids_to_score
+from nlgrpo.errors import UserError
 from nlgrpo.model import hf_weights
 from nlgrpo.rewards.builtin import path_of
 
@@ -61,7 +62,7 @@ class Classifier:
 
     ``dtype="float32"`` makes scores independent of ``batch_size`` up to rounding; ``"bfloat16"`` halves the memory.
 
-    Raises ValueError for a folder without such a model, weights without a trained head, and arguments out of range.
+    Raises UserError for a folder without such a model, weights without a trained head, and arguments out of range.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Classifier:
         device: str = "cpu",
     ) -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+            raise UserError(f"batch_size must be an integer >= 1, got {batch_size!r}")
         if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"dtype must be 'float32', 'float16' or 'bfloat16', got {dtype!r}")
+            raise UserError(f"dtype must be 'float32', 'float16' or 'bfloat16', got {dtype!r}")
         self.model, self.tokenizer = _load_classifier(path_of(path), getattr(torch, dtype))
         self.model.to(device).eval()
         self.output = _output_index(self.model.config, label, path)
@@ -129,18 +130,18 @@ class Ensemble:
     optimisation. ``options`` are options of ``classifier`` for all members. Outputs are not rescaled: train the members
     alike, with different seeds (``nlgrpo reward-model train --train.seed``).
 
-    Abstains (None) if a member abstains. Raises ValueError for empty ``paths``, another ``how``, and as ``classifier``.
+    Abstains (None) if a member abstains. Raises UserError for empty ``paths``, another ``how``, and as ``classifier``.
     """
 
     def __init__(self, paths: Sequence[str], how: Literal["mean", "min"] = "mean", **options: Any) -> None:
         if isinstance(paths, str) or not isinstance(paths, list | tuple) or not paths:
-            raise ValueError(f"paths must be a list of model folders, such as ['a', 'b'], got {paths!r}")
+            raise UserError(f"paths must be a list of model folders, such as ['a', 'b'], got {paths!r}")
         if how not in ("mean", "min"):
-            raise ValueError(f"how must be 'mean' or 'min', got {how!r}")
+            raise UserError(f"how must be 'mean' or 'min', got {how!r}")
         taken = [name for name in inspect.signature(Classifier).parameters if name != "path"]
         unknown = [name for name in options if name not in taken]
         if unknown:
-            raise ValueError(f"ensemble does not take {unknown[0]!r}; it takes: paths, how, {', '.join(taken)}")
+            raise UserError(f"ensemble does not take {unknown[0]!r}; it takes: paths, how, {', '.join(taken)}")
         self.members = [Classifier(path, **options) for path in paths]
         self.how = how
 
@@ -162,11 +163,11 @@ class Ensemble:
 
 
 def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer from a folder. Raises ValueError if that fails or if the file has no head."""
+    """Load model and tokenizer from a folder. Raises UserError if that fails or if the file has no head."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer  # slow to import
 
     if not os.path.isfile(path / "config.json"):
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} is not a Hugging Face model folder: it has no config.json (looked from {Path.cwd()})"
         )
     try:
@@ -182,7 +183,7 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             path, trust_remote_code=False, local_files_only=True, truncation_side="left"
         )
     except OSError as error:
-        raise ValueError(f"cannot read a classifier and its tokenizer from {str(path)!r}: {error}") from error
+        raise UserError(f"cannot read a classifier and its tokenizer from {str(path)!r}: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         advice = ""
@@ -191,7 +192,7 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
                 "\n  If a tied model is stored under the name of its lm_head, nlgrpo reward-model train --model.path "
                 "loads it and saves all weights."
             )
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} is not a trained classifier: its weights lack {missing}, which would be random{advice}"
         )
     hf_weights.check_unexpected(path, model, report["unexpected_keys"])
@@ -199,28 +200,28 @@ def _load_classifier(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _output_index(config: Any, label: str | int | None, path: str) -> int:
-    """Return the index of the output ``label``. Raises ValueError for an unknown one."""
+    """Return the index of the output ``label``. Raises UserError for an unknown one."""
     names = [str(config.id2label[i]) for i in range(config.num_labels)]
     if label is None and len(names) == 1:
         return 0
     if isinstance(label, int) and 0 <= label < len(names):
         return label
     if label not in names:
-        raise ValueError(f"{path!r} has the outputs {', '.join(names)}; choose one with label=..., got label={label!r}")
+        raise UserError(f"{path!r} has the outputs {', '.join(names)}; choose one with label=..., got label={label!r}")
     return names.index(str(label))
 
 
 def _length_limit(model: Any, tokenizer: Any, requested: int | None) -> int | None:
     """Return ``requested``, or by default the limit of model and tokenizer; None if neither has one.
 
-    Without a limit, a tokenizer's is 1e30 and a model's is missing. Raises ValueError for more tokens than the model
+    Without a limit, a tokenizer's is 1e30 and a model's is missing. Raises UserError for more tokens than the model
     has positions.
     """
     if requested is not None:
         if not isinstance(requested, int) or requested < 2:
-            raise ValueError(f"max_length must be an integer >= 2, got {requested!r}")
+            raise UserError(f"max_length must be an integer >= 2, got {requested!r}")
         if requested > (most := _learned_positions(model)):
-            raise ValueError(f"max_length = {requested}, but the model has only {most:.0f} learned positions")
+            raise UserError(f"max_length = {requested}, but the model has only {most:.0f} learned positions")
         return requested
     configured = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     positions = min(configured, _learned_positions(model))

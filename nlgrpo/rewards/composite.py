@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.calling import PROVIDED, in_event_loop, is_async, needs_main_thread
 from nlgrpo.rewards.outputs import values_of
 from nlgrpo.runtime.user_code import parameters
@@ -71,14 +72,14 @@ class _Composite:
     def _read(self, outputs: Sequence[Any], count: int) -> list[Values]:
         """Return the values of each function, None where it abstains.
 
-        Raises ValueError for a result that is not one number or None per completion.
+        Raises UserError for a result that is not one number or None per completion.
         """
         columns = []
         for function, output in zip(self.functions, outputs, strict=True):
             name = getattr(function, "__name__", type(function).__name__)
             read = values_of(output, count, 1.0)
             if read.faults:
-                raise ValueError(f"{name} {read.faults[0].what}. {read.faults[0].advice}")
+                raise UserError(f"{name} {read.faults[0].what}. {read.faults[0].advice}")
             if read.nans and name not in self._with_nan:
                 self._with_nan.add(name)
                 log.warning("%s returned NaN for %d of %d completions; it counts as abstaining", name, read.nans, count)
@@ -91,7 +92,7 @@ class Weighted(_Composite):
 
         r(y) = sum_i w_i r_i(y)     over the parts that do not abstain; abstains if all do
 
-    ``parts``: weights by reward. Raises ValueError for a weight that is not a finite number, and without parts.
+    ``parts``: weights by reward. Raises UserError for a weight that is not a finite number, and without parts.
     """
 
     PARTS = ("parts",)  # arguments that are rewards
@@ -99,10 +100,10 @@ class Weighted(_Composite):
     def __init__(self, parts: Mapping[Function, float] | Sequence[tuple[Function, float]]) -> None:
         pairs = list(parts.items()) if isinstance(parts, Mapping) else list(parts)
         if not pairs:
-            raise ValueError("parts must have at least one reward, as {'gsm8k()': 1.0, 'overlong(limit=200)': 0.5}")
+            raise UserError("parts must have at least one reward, as {'gsm8k()': 1.0, 'overlong(limit=200)': 0.5}")
         for _, weight in pairs:
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-                raise ValueError(f"a weight must be a finite number, got {weight!r}")
+                raise UserError(f"a weight must be a finite number, got {weight!r}")
         self.weights = [weight for _, weight in pairs]
         super().__init__([function for function, _ in pairs])
 
@@ -121,7 +122,7 @@ class Gated(_Composite):
 
     It abstains where ``by`` does, and where the reward does behind a gate that passes.
 
-    Raises ValueError for numbers that are not finite.
+    Raises UserError for numbers that are not finite.
     """
 
     PARTS = ("reward", "by")  # arguments that are rewards
@@ -129,7 +130,7 @@ class Gated(_Composite):
     def __init__(self, reward: Function, by: Function, at_least: float = 1.0, otherwise: float = 0.0) -> None:
         for name, value in (("at_least", at_least), ("otherwise", otherwise)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, got {value!r}")
+                raise UserError(f"{name} must be a finite number, got {value!r}")
         self.at_least, self.otherwise = at_least, otherwise
         super().__init__([reward, by])
 

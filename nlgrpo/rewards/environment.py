@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nlgrpo.errors import UserError
+
 
 @dataclass(frozen=True)
 class EnvironmentReward:
@@ -25,5 +27,5 @@ class EnvironmentReward:
         if self.metric is None:
             return outcome["reward"]
         if self.metric not in outcome["metrics"]:
-            raise ValueError(f"the environment has no metric {self.metric!r}; it has {', '.join(outcome['metrics'])}")
+            raise UserError(f"the environment has no metric {self.metric!r}; it has {', '.join(outcome['metrics'])}")
         return outcome["metrics"][self.metric]

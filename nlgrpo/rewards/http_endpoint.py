@@ -8,6 +8,8 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
+from nlgrpo.errors import UserError
+
 
 class Endpoint:
     """Settings of a connection, which is opened once per event loop (by the package openai).
@@ -15,15 +17,15 @@ class Endpoint:
     A request is repeated up to ``retries`` times, with growing pauses, after a timeout (``timeout`` seconds), a lost
     connection, and status 408, 409, 429 and 5xx. ``key``: environment variable of the API key.
 
-    Raises ValueError for invalid arguments, and if the package openai is not installed.
+    Raises UserError for invalid arguments, and if the package openai is not installed.
     """
 
     def __init__(self, user: str, base_url: str, key: str, *, concurrency: int, retries: int, timeout: float) -> None:
         if importlib.util.find_spec("openai") is None:
-            raise ValueError(f"{user} needs the package openai: run pip install nlgrpo[judge]")
+            raise UserError(f"{user} needs the package openai: run pip install nlgrpo[judge]")
         check_counts(concurrency=(concurrency, 1), retries=(retries, 0))
         if not timeout > 0:
-            raise ValueError(f"timeout must be above 0 s, got {timeout!r}")
+            raise UserError(f"timeout must be above 0 s, got {timeout!r}")
         self.options: dict[str, Any] = {"base_url": base_url or None, "max_retries": retries, "timeout": timeout}
         self.key, self.concurrency = key, concurrency
         host = urlsplit(base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com").hostname or ""
@@ -43,7 +45,7 @@ class Endpoint:
 
 
 def check_counts(**values: tuple[Any, int]) -> None:
-    """Raise ValueError unless each value is a whole number of at least its minimum; pairs (value, minimum) by name."""
+    """Raise UserError unless each value is a whole number of at least its minimum; pairs (value, minimum) by name."""
     for name, (value, least) in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")

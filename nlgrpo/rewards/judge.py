@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.http_endpoint import Endpoint, check_counts
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Judge:
     ``/prompt_tokens``, ``/completion_tokens``, and ``/cost`` with ``prices``, those of a million prompt and completion
     tokens.
 
-    Raises ValueError for invalid arguments, a missing file, and if the package openai is not installed. A call raises
+    Raises UserError for invalid arguments, a missing file, and if the package openai is not installed. A call raises
     it for a reply whose reasoning took all tokens.
     """
 
@@ -100,21 +101,21 @@ class Judge:
         self.endpoint = Endpoint("judge", base_url, key, concurrency=concurrency, retries=retries, timeout=timeout)
         check_counts(max_tokens=(max_tokens, 1))
         if not low < high:
-            raise ValueError(f"low must be below high, got {low} and {high}")
+            raise UserError(f"low must be below high, got {low} and {high}")
         if len(prices) != 2:
-            raise ValueError(f"prices must be two numbers, per million prompt and completion tokens, got {prices!r}")
+            raise UserError(f"prices must be two numbers, per million prompt and completion tokens, got {prices!r}")
         self.model, self.low, self.high, self.label = model, low, high, label
         self.rubric = _text(rubric)
         fields = re.findall(r"\{(\w+)\}", self.rubric)
         if "completion" not in fields:
-            raise ValueError("the rubric must contain {completion}")
+            raise UserError("the rubric must contain {completion}")
         self.data_columns = tuple(name for name in dict.fromkeys(fields) if name not in GIVEN)
         try:
             self.grade = re.compile(grade)
         except re.error as error:
-            raise ValueError(f"grade = {grade!r} is not a regular expression: {error}") from error
+            raise UserError(f"grade = {grade!r} is not a regular expression: {error}") from error
         if self.grade.groups != 1:
-            raise ValueError(f"grade = {grade!r} must have one group, the number")
+            raise UserError(f"grade = {grade!r} must have one group, the number")
         self.prices = prices
         self.parameters = {"model": model, "temperature": temperature or 0.0, "max_tokens": max_tokens}
         self.optional = {*LIMITS, "temperature"} if temperature is None else set(LIMITS)
@@ -232,13 +233,13 @@ class Judge:
         return None if last_limit else name
 
     def _reply(self, answer: Any) -> Reply:
-        """Raises ValueError for an answer without a choice, and for one whose reasoning took all tokens."""
+        """Raises UserError for an answer without a choice, and for one whose reasoning took all tokens."""
         if not answer.choices:
-            raise ValueError(f"the judge {self.parameters['model']!r} answered without a choice: {str(answer)[:200]}")
+            raise UserError(f"the judge {self.parameters['model']!r} answered without a choice: {str(answer)[:200]}")
         choice, usage = answer.choices[0], answer.usage
         text, truncated = choice.message.content or "", choice.finish_reason == "length"
         if truncated and not text.strip():
-            raise ValueError(
+            raise UserError(
                 f"the judge {self.parameters['model']!r} used all max_tokens = {self.parameters['max_tokens']} tokens "
                 "before its reply, as models that reason do; give judge(.., max_tokens=..) more"
             )
@@ -264,7 +265,7 @@ class _Cache:
                 connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, text TEXT, prompt_tokens "
                                    "INTEGER, completion_tokens INTEGER)")  # fmt: skip
         except (OSError, sqlite3.Error) as error:
-            raise ValueError(f"cannot use {path} as the cache of a judge: {error}") from error
+            raise UserError(f"cannot use {path} as the cache of a judge: {error}") from error
 
     def _open(self) -> Any:
         connection = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)  # each statement is a transaction
@@ -293,12 +294,12 @@ class _Cache:
 def _text(rubric: str) -> str:
     """Return a rubric; one that is the name of a file is read from it."""
     if not isinstance(rubric, str):
-        raise ValueError(f"rubric must be a text or the name of a file, got {rubric!r}")
+        raise UserError(f"rubric must be a text or the name of a file, got {rubric!r}")
     if "\n" in rubric or not rubric.endswith((".txt", ".md")):
         return rubric
     path = Path(os.path.expanduser(rubric))
     if not path.is_file():
-        raise ValueError(f"there is no rubric {rubric!r} (looked from {Path.cwd()})")
+        raise UserError(f"there is no rubric {rubric!r} (looked from {Path.cwd()})")
     return path.read_text("utf-8")
 
 

@@ -16,7 +16,7 @@ class Maze:
     gives 0, and so does an answer that was cut off before DONE. The maze is the prompt, or the column ``maze`` for
     prompts that say more. See `nlgrpo.data.mazes` for the words of a maze.
 
-    Raises ValueError for a text that is not a maze: before a run for prompts in memory, whose row it names.
+    Raises UserError for a text that is not a maze: before a run for prompts in memory, whose row it names.
     """
 
     def __call__(
@@ -29,5 +29,5 @@ class Maze:
         ]
 
     def check_row(self, prompt: Any, maze: str | None = None, **_: Any) -> None:
-        """Raise ValueError if an example of the data has no maze."""
+        """Raise UserError if an example of the data has no maze."""
         mazes.parse(text_of(prompt if maze is None else maze))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import traceback
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from nlgrpo.data.conversations import text_of
 from nlgrpo.data.sources import RESERVED, nearest
+from nlgrpo.errors import UserCodeError, UserError, show_traceback
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.calling import (
     PROVIDED,
@@ -45,18 +45,8 @@ log = logging.getLogger(__name__)
 IN_ANSWER = " in its method answer"
 
 
-class RewardError(RuntimeError):
+class RewardError(UserCodeError):
     """A reward failed. The message names the reward, the step, the prompts and what it returned or raised."""
-
-
-def print_cause(error: RewardError) -> None:
-    """Print the traceback of what a reward raised, which the message of the error says is above."""
-    _print_traceback(error.__cause__)
-
-
-def _print_traceback(cause: BaseException | None) -> None:
-    if cause is not None:
-        traceback.print_exception(cause)
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Reward:
     objective; a negative one is for users who want low values. ``pairwise``: the function is a kernel. ``voted``: also
     extract the final answers, for an objective that needs them.
 
-    Raises ValueError for invalid arguments.
+    Raises UserError for invalid arguments.
     """
 
     name: str
@@ -87,21 +77,21 @@ class Reward:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"a reward needs a name, got {self.name!r}")
+            raise UserError(f"a reward needs a name, got {self.name!r}")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise ValueError(
+            raise UserError(
                 f"reward {self.name!r}: timeout must be a number of seconds > 0, or inf, got {self.timeout!r}"
             )
         if self.on_error not in ("stop", "skip"):
-            raise ValueError(f"reward {self.name!r}: on_error must be 'stop' or 'skip', got {self.on_error!r}")
+            raise UserError(f"reward {self.name!r}: on_error must be 'stop' or 'skip', got {self.on_error!r}")
         if (
             isinstance(self.scale, bool)
             or not isinstance(self.scale, (int, float))
             or not 0 < abs(self.scale) < math.inf
         ):
-            raise ValueError(f"reward {self.name!r}: scale must be a finite number other than 0, got {self.scale!r}")
+            raise UserError(f"reward {self.name!r}: scale must be a finite number other than 0, got {self.scale!r}")
         if not callable(self.function):
-            raise ValueError(f"reward {self.name!r}: expected a function, got {self.function!r}")
+            raise UserError(f"reward {self.name!r}: expected a function, got {self.function!r}")
         object.__setattr__(self, "history", History(self.name))
         if self.process:
             object.__setattr__(self, "function", self._in_process())
@@ -111,7 +101,7 @@ class Reward:
         try:
             found = self.function if isinstance(self.function, FunctionProcess) else FunctionProcess.of(self.function)
         except ValueError as error:
-            raise ValueError(f"reward {self.name!r} with process = true: {error}") from error
+            raise UserError(f"reward {self.name!r} with process = true: {error}") from error
         return replace(found, timeout=self.timeout)
 
 
@@ -152,7 +142,7 @@ class Scores:
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
-    """Raise ValueError, with the nearest names, if a reward needs a column that the data do not have.
+    """Raise UserError, with the nearest names, if a reward needs a column that the data do not have.
 
     ``columns``: columns of the data. A function needs its arguments without a default, a built-in its ``data_columns``.
     """
@@ -161,14 +151,14 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
         if missing:
             available = ", ".join(columns) or "none besides the prompt"
             close = "".join(nearest(column, columns) for column in missing)
-            raise ValueError(
+            raise UserError(
                 f"reward {reward.name!r} needs {', '.join(map(repr, missing))}. "
                 f"Columns of the data: {available}.{close}"
             )
 
 
 def check_rows(rewards: Sequence[Reward], prompts: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for the first example that a reward cannot score, by its method ``check_row`` if it has one.
+    """Raise UserError for the first example that a reward cannot score, by its method ``check_row`` if it has one.
 
     ``rows``: the examples; their prompts are in ``prompts``, as rewards get them.
     """
@@ -182,7 +172,7 @@ def check_rows(rewards: Sequence[Reward], prompts: Sequence[Any], rows: Sequence
                 check(prompt, **columns)
             except ValueError as error:
                 where = f"example {number} of the data"
-                raise ValueError(f"reward {reward.name!r} cannot score {where}: {error}") from error
+                raise UserError(f"reward {reward.name!r} cannot score {where}: {error}") from error
 
 
 def missing_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:
@@ -250,7 +240,7 @@ def score(
 
     Raises RewardError if a reward raises, exceeds its timeout, or returns anything else, such as an infinite number.
     With ``on_error="skip"``, an invalid value drops its group and a failed call all groups, with a warning in the log.
-    An argument that nothing provides is an error in both cases. Raises ValueError for lists of different lengths, and
+    An argument that nothing provides is an error in both cases. Raises UserError for lists of different lengths, and
     for two rewards with the same name.
 
     A sync function that exceeds its timeout is interrupted: an exception that only a bare ``except`` catches is raised
@@ -261,7 +251,7 @@ def score(
     """
     _check_lengths(samples, len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
     if len({reward.name for reward in rewards}) < len(rewards):
-        raise ValueError(f"rewards must have different names, got {[reward.name for reward in rewards]}")
+        raise UserError(f"rewards must have different names, got {[reward.name for reward in rewards]}")
     arguments = {
         # TRL withholds these two columns as well.
         **{name: column for name, column in columns.items() if name not in ("prompt", "completion")},
@@ -317,7 +307,7 @@ def final_answers(reward: Reward, completions: Sequence[Sequence[str]]) -> Tenso
         message = f"reward {reward.name!r} {fault.what}.\n  {fault.advice}"
         if reward.on_error == "stop":
             raise RewardError(message) from fault.cause
-        _print_traceback(fault.cause)
+        show_traceback(fault.cause)
         log.warning("%s", message)
     return numbers
 
@@ -373,7 +363,7 @@ def answer_numbers(function: Callable[..., Any], completions: Sequence[Sequence[
 def _check_lengths(samples: int, count: int, lists: dict[str, list[Any]]) -> None:
     wrong = {name: len(values) for name, values in lists.items() if len(values) != count}
     if samples < 1 or count % samples or wrong:
-        raise ValueError(
+        raise UserError(
             f"expected P x {samples} items in every list, got {count} prompts and {wrong or 'lists of equal length'}"
         )
 
@@ -427,7 +417,8 @@ def _fault_of(reward: Reward, error: BaseException, where: str = "") -> Fault:
     kind, said = type(error).__name__, str(error)
     if isinstance(error, ErrorInProcess):
         kind, said = error.kind, error.said
-    return Fault(f"raised {kind}{where}: {said}", "Its traceback is above.", cause=error)
+    what = "failed" if kind == UserError.__name__ else f"raised {kind}"
+    return Fault(f"{what}{where}: {said}", "Its traceback is above.", cause=error)
 
 
 def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor:
@@ -439,7 +430,7 @@ def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor
         failed[slice(None) if fault.index is None else fault.index // batch.samples] = True
     for fault in faults[:1]:
         if fault.cause is None or reward.history.is_first(fault.cause):
-            _print_traceback(fault.cause)
+            show_traceback(fault.cause)
         else:
             fault = replace(fault, advice="The traceback of the first such error was printed.")
         log.warning("%s\n  Dropped %d of %d groups.", _message(reward, fault, batch), int(failed.sum()), len(failed))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from nlgrpo.data.conversations import answered, is_continued, text_of
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.classifiers import TextEncoder
 from nlgrpo.rewards.http_endpoint import Endpoint, check_counts
 from nlgrpo.rewards.outputs import values_of
@@ -30,7 +31,7 @@ class RewardServer:
     Requests of ``batch_size`` completions run concurrently, at most ``concurrency`` at a time, and are repeated like
     those of `judge`. Abstains (None) for a text without tokens.
 
-    Raises ValueError for invalid arguments, and if the package openai is not installed.
+    Raises UserError for invalid arguments, and if the package openai is not installed.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class RewardServer:
         key: str = "REWARD_SERVER_API_KEY",
     ) -> None:
         if protocol not in PROTOCOLS:
-            raise ValueError(f"protocol must be {' or '.join(map(repr, PROTOCOLS))}, got {protocol!r}")
+            raise UserError(f"protocol must be {' or '.join(map(repr, PROTOCOLS))}, got {protocol!r}")
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {url!r}")
+            raise UserError(f"url must begin with http:// or https://, got {url!r}")
         if protocol == "openrlhf" and (tokenizer or probability or label):
-            raise ValueError("tokenizer, probability and label are for the protocol 'vllm'")
+            raise UserError("tokenizer, probability and label are for the protocol 'vllm'")
         check_counts(batch_size=(batch_size, 1), label=(label, 0))
         base, route = (url.rstrip("/"), "/classify") if protocol == "vllm" else _split(url)
         self.endpoint = Endpoint("reward_server", base, key, concurrency=concurrency, retries=retries, timeout=timeout)
@@ -70,7 +71,7 @@ class RewardServer:
             try:
                 loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False, truncation_side="left")
             except (OSError, ValueError) as error:
-                raise ValueError(f"cannot load the tokenizer {tokenizer!r}: {error}") from error
+                raise UserError(f"cannot load the tokenizer {tokenizer!r}: {error}") from error
             self.encoder = TextEncoder(loaded, max_length, include_prompt=include_prompt, append_eos=append_eos)
         self.data_columns = (labels,) if labels else ()
 
@@ -123,7 +124,7 @@ class RewardServer:
         return options | (inputs[0] if isinstance(inputs[0], dict) else {"input": inputs})
 
     def _scores(self, answer: Any, count: int) -> list[float | None]:
-        """Return the scores in an answer, None where it has none. Raises ValueError unless it has ``count`` of them."""
+        """Return the scores in an answer, None where it has none. Raises UserError unless it has ``count`` of them."""
         try:
             if self.protocol == "openrlhf":
                 scores = list(answer["rewards"])
@@ -131,9 +132,9 @@ class RewardServer:
                 rows = sorted(answer["data"], key=lambda row: row["index"])
                 scores = [row["probs"][self.label] for row in rows]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"the reward server answered {str(answer)[:200]}, without scores: {error!r}") from error
+            raise UserError(f"the reward server answered {str(answer)[:200]}, without scores: {error!r}") from error
         if faults := values_of(scores, count, 1.0).faults:
-            raise ValueError(
+            raise UserError(
                 f"the reward server answered {str(scores)[:200]} for {count} completions; expected one finite number "
                 f"or null for each (it {faults[0].what})"
             )

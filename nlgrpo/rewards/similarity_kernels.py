@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.builtin import Length
 
 
@@ -26,14 +27,14 @@ class Ngrams:
         k(y, y') = c(y) . c(y') / (|c(y)| |c(y')|)
 
     It is 1 for equal counts and 0 without a common n-gram. A completion of fewer than n tokens is one n-gram. Words are
-    lower-case runs of letters, digits and apostrophes. Raises ValueError for n < 1 and another ``of``.
+    lower-case runs of letters, digits and apostrophes. Raises UserError for n < 1 and another ``of``.
     """
 
     def __init__(self, n: int = 2, of: Literal["tokens", "words"] = "tokens") -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"n must be an integer >= 1, got {n!r}")
+            raise UserError(f"n must be an integer >= 1, got {n!r}")
         if of not in ("tokens", "words"):
-            raise ValueError(f"of must be 'tokens' or 'words', got {of!r}")
+            raise UserError(f"of must be 'tokens' or 'words', got {of!r}")
         self.n, self.of = n, of
 
     def __call__(
@@ -59,7 +60,7 @@ class LengthKernel:
 
         k(y, y') = exp(-((|y| - |y'|) / width)^2 / 2)
 
-    Raises ValueError for a ``width`` that is not a finite number > 0.
+    Raises UserError for a ``width`` that is not a finite number > 0.
     """
 
     width: float
@@ -79,7 +80,7 @@ class Equal:
     Rao's entropy with this kernel is the probability that two samples differ, minus 1.
 
     ``pattern``: compare the last match of this regular expression instead (its first group, if it has one), such as an
-    answer; abstains for completions without a match. Raises ValueError for a pattern that does not compile.
+    answer; abstains for completions without a match. Raises UserError for a pattern that does not compile.
     """
 
     in_main_thread = True  # only there can a pattern that takes for ever be interrupted
@@ -88,7 +89,7 @@ class Equal:
         try:
             self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
         except (re.error, TypeError) as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            raise UserError(f"{pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, completions: Sequence[Any], samples: int, **_: Any) -> list[list[float] | None]:
         keys = [self._key(text_of(completion)) for completion in completions]

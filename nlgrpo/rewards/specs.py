@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.builtin import Gsm8k, Length, Lexicon, Overlong, Regex
 from nlgrpo.rewards.classifiers import Classifier, Ensemble
 from nlgrpo.rewards.composite import Gated, Weighted
@@ -59,7 +60,7 @@ def load(
     the same name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.
     ``process``: load and call it in a process of its own; the others are those of `Reward`.
 
-    Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
+    Raises UserError for an unknown target, and for arguments that the target does not take or that it rejects.
     """
     try:
         if process:
@@ -67,7 +68,7 @@ def load(
         else:
             function = function_of(spec, device=device, pairwise=pairwise)
     except ValueError as error:
-        raise ValueError(f"reward {name!r} = {secrets.hide(repr(spec))}: {error}") from error
+        raise UserError(f"reward {name!r} = {secrets.hide(repr(spec))}: {error}") from error
     return Reward(name, function, timeout, on_error, scale, pairwise, voted, process)
 
 
@@ -83,11 +84,11 @@ def _maker(spec: str, device: str | torch.device, pairwise: bool) -> Callable[[]
 def function_of(spec: str, *, device: str | torch.device = "cpu", pairwise: bool = False) -> Callable[..., Any]:
     """Return the function of a ``spec``, or the kernel with ``pairwise``; see `load`.
 
-    Raises ValueError for an unknown target, and for arguments that the target does not take or that it rejects.
+    Raises UserError for an unknown target, and for arguments that the target does not take or that it rejects.
     """
     target, arguments = parse_spec(spec)
     if kind := secrets.found(spec):
-        raise ValueError(f"it seems to hold {kind}; rewards are saved and shown: use environment variables for secrets")
+        raise UserError(f"it seems to hold {kind}; rewards are saved and shown: use environment variables for secrets")
     if pairwise:
         return bind(target, _resolve(target, KERNELS, "kernel"), arguments)
     target, arguments = _as_classifier(target, arguments, device)
@@ -115,7 +116,7 @@ def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.d
 
 
 def models(spec: str) -> list[tuple[str, str]]:
-    """Path and dtype of each model that a reward ``spec`` would load, without loading it. Raises ValueError as `load`.
+    """Path and dtype of each model that a reward ``spec`` would load, without loading it. Raises UserError as `load`.
 
     Models that a user's own function loads are not known.
     """
@@ -129,7 +130,7 @@ def models(spec: str) -> list[tuple[str, str]]:
 def may_hang(spec: str) -> bool:
     """Whether a reward ``spec`` runs code of the user, or a regular expression of the user, in this process.
 
-    Raises ValueError as `load`.
+    Raises UserError as `load`.
     """
     target, arguments = _as_classifier(*parse_spec(spec), "cpu")
     if target in COMPOSITE:
@@ -146,10 +147,10 @@ def _parts(arguments: Mapping[str, Any]) -> list[str]:
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse ``"length(target=25)"`` into ``("length", {"target": 25})``. Values are literals; nothing is evaluated.
 
-    Raises ValueError for anything else.
+    Raises UserError for anything else.
     """
     if not isinstance(spec, str):
-        raise ValueError(f"expected a string such as 'length(target=25, scale=128)', got {type(spec).__name__}")
+        raise UserError(f"expected a string such as 'length(target=25, scale=128)', got {type(spec).__name__}")
     match = re.fullmatch(r"\s*([^(]+?)\s*\((.*)\)\s*", spec, re.DOTALL)
     if match is None:
         return spec.strip(), {}
@@ -158,17 +159,17 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         return target, _parse_arguments(inside)
     except (SyntaxError, ValueError, TypeError) as error:
         advice = "Write name=value, ..., with Python literals as values and strings in quotes"
-        raise ValueError(f"cannot read the arguments ({inside}): {error}. {advice}.") from error
+        raise UserError(f"cannot read the arguments ({inside}): {error}. {advice}.") from error
 
 
 def _parse_arguments(inside: str) -> dict[str, Any]:
     call = ast.parse(f"f({inside}\n)", mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError("every argument needs a name")
+        raise UserError("every argument needs a name")
     arguments: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in arguments:
-            raise ValueError("** is not supported" if keyword.arg is None else f"{keyword.arg} is given twice")
+            raise UserError("** is not supported" if keyword.arg is None else f"{keyword.arg} is given twice")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
     return arguments
 
@@ -177,7 +178,7 @@ def _resolve(target: str, builtin: Mapping[str, type], kind: str) -> Callable[..
     if target in builtin:
         return builtin[target]
     if not user_code.is_name(target):
-        raise ValueError(_unknown(target, builtin, kind))
+        raise UserError(_unknown(target, builtin, kind))
     return user_code.function(target)
 
 

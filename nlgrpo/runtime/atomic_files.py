@@ -1,6 +1,6 @@
-"""Atomic files, also on full disks: a file is complete or absent, and a failed write raises one clear ValueError.
+"""Atomic files, also on full disks: a file is complete or absent, and a failed write raises one clear UserError.
 
-Every command reports a ValueError in one line with exit status 1, and resumes from complete files when it is started
+Every command reports a UserError in one line with exit status 1, and resumes from complete files when it is started
 again. Only this module interprets the exceptions of the libraries that write files for us.
 """
 
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from nlgrpo.errors import UserError
+
 CANNOT = "cannot write into"  # a sweep stops at this message, because its other points would fail too
 OF_A_DISK = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.ENODEV}
 IN_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers have the error number only in the text
@@ -24,27 +26,27 @@ POINTER = "is a pointer of Git LFS and not the file itself; download it with: gi
 
 @contextmanager
 def into(folder: Path) -> Iterator[None]:
-    """Context that turns a failed write into a ValueError with ``folder`` and the cause."""
+    """Context that turns a failed write into a UserError with ``folder`` and the cause."""
     try:
         yield
     except Exception as error:  # tokenizers raises bare exceptions
         cause = _cause(error)
         if cause is None:
             raise
-        raise ValueError(
+        raise UserError(
             f"{CANNOT} {folder}: {cause}. Complete files stay; run the same command again to resume."
         ) from error
 
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Context that turns the errors of a disk that fails, is full or is gone into a ValueError."""
+    """Context that turns the errors of a disk that fails, is full or is gone into a UserError."""
     try:
         yield
     except OSError as error:
         if error.errno not in OF_A_DISK:
             raise
-        raise ValueError(
+        raise UserError(
             f"{error.filename or 'a file'}: {error.strerror}. Run the same command again to resume."
         ) from error
 
@@ -60,7 +62,7 @@ def _cause(error: Exception) -> str | None:
 def atomic_write(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` (UTF-8) atomically: a reader sees the old or the new file, also after a kill.
 
-    Raises ValueError if it cannot be written; the old file is then unchanged.
+    Raises UserError if it cannot be written; the old file is then unchanged.
     """
     atomic_write_bytes(path, text.encode())
 

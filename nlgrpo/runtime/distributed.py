@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nlgrpo.errors import UserCodeError, UserError
+
 Result = TypeVar("Result")
 
 
@@ -66,21 +68,28 @@ class Ranks:
             return flag
         return bool(self.max(torch.tensor(float(flag), device=self.device)))
 
-    def agree(self, work: Callable[[], Result], error: type[Exception] = ValueError) -> Result:
+    def agree(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` and return this rank's result. Collective.
 
-        If it raises ``error`` on any rank, all ranks raise, so none waits for another. A rank that failed raises its
-        own exception; the others raise an ``error`` with the message of the first rank that failed.
+        If it raises UserError on any rank, all ranks raise, so none waits for another. A rank that failed raises its
+        own error; the others raise a UserError with the same message, UserCodeError if code of the user failed. Any
+        other exception leaves at once: ``work`` may have collectives, in which the other ranks wait.
         """
-        fault, result = None, None
+        fault: UserError | None = None
+        result = None
         try:
             result = work()
-        except error as raised:
+        except UserError as raised:
             fault = raised
-        if self.any(fault is not None):
-            texts = self.gather_objects(None if fault is None else str(fault))
-            raise fault or error(next(text for text in texts if text is not None))
-        return cast(Result, result)
+        if not self.any(fault is not None):
+            return cast(Result, result)
+        faults = self.gather_objects(None if fault is None else (str(fault), isinstance(fault, UserCodeError)))
+        if fault is not None:
+            raise fault
+        text, of_user_code = next(described for described in faults if described is not None)
+        raised_elsewhere = UserCodeError(text) if of_user_code else UserError(text)
+        raised_elsewhere.elsewhere = True
+        raise raised_elsewhere
 
     def share(self, total: int) -> slice:
         """Return this rank's slice of ``total`` items, which are split over the ranks."""

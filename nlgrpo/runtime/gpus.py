@@ -9,6 +9,8 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from nlgrpo.errors import UserError
+
 GIB = 2**30
 
 
@@ -53,12 +55,12 @@ GPUS: dict[str, GPU] = {
 
 
 def named(name: str) -> GPU:
-    """Return the GPU of this name in `GPUS`. Raises ValueError, with the nearest name, if there is none."""
+    """Return the GPU of this name in `GPUS`. Raises UserError, with the nearest name, if there is none."""
     key = name.lower().replace("_", "-")
     if key not in GPUS:
         near = difflib.get_close_matches(key, GPUS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown GPU {name!r}; {hint}known are: {', '.join(GPUS)}")
+        raise UserError(f"unknown GPU {name!r}; {hint}known are: {', '.join(GPUS)}")
     return GPUS[key]
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nlgrpo.errors import UserError
+
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS adds in one order
 NO_VERSION = re.compile(r"(\S+) does not have a deterministic implementation")  # what PyTorch's error says
@@ -66,7 +68,7 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
     """Context in which every op of PyTorch adds in the same order each time, or raises; without effect unless ``on``.
 
     It must begin before the process uses CUDA, because cuBLAS reads its setting from the environment when it starts.
-    Everything is as before at its end. Raises ValueError for another value of CUBLAS_WORKSPACE_CONFIG, and if an op
+    Everything is as before at its end. Raises UserError for another value of CUBLAS_WORKSPACE_CONFIG, and if an op
     has no deterministic version; the message names the op.
     """
     if not on:
@@ -74,7 +76,7 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         return
     chosen = os.environ.get(WORKSPACE)
     if chosen is not None and chosen not in WORKSPACES:
-        raise ValueError(
+        raise UserError(
             f"{WORKSPACE}={chosen}: with train.deterministic expected {' or '.join(WORKSPACES)}; "
             "unset it, and the run sets it itself"
         )
@@ -90,7 +92,7 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         op = NO_VERSION.search(str(error))
         if op is None:
             raise
-        raise ValueError(
+        raise UserError(
             f"train.deterministic: PyTorch has no deterministic version of {op[1]} on this device; "
             "avoid what needs it, or set train.deterministic = false"
         ) from error

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nlgrpo.errors import UserError
+
 PREFIX = "_nlgrpo_user_"  # of the names of modules that are imported from a file
 NLGRPO = Path(__file__).parents[1]
 
@@ -30,17 +32,17 @@ def is_name(target: str) -> bool:
 def function(target: str) -> Callable[..., Any]:
     """Import the function or class that ``target`` names; the path of a file is relative to the current folder.
 
-    Raises ValueError for a missing module, file or function (with the most similar name), and for a module that raises
+    Raises UserError for a missing module, file or function (with the most similar name), and for a module that raises
     on import.
     """
     place, _, attribute = target.rpartition(":")
     module = _import_file(Path(os.path.expanduser(place))) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, attribute):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ValueError(f"{place} has no {attribute!r}{nearest(attribute, functions)}")
+        raise UserError(f"{place} has no {attribute!r}{nearest(attribute, functions)}")
     value = getattr(module, attribute)
     if not callable(value):
-        raise ValueError(f"{attribute!r} in {place} is not a function; its type is {type(value).__name__}")
+        raise UserError(f"{attribute!r} in {place} is not a function; its type is {type(value).__name__}")
     return value
 
 
@@ -60,14 +62,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r} is not a module name. For a file, write its path: path/to/file.py:function")
+        raise UserError(f"{name!r} is not a module name. For a file, write its path: path/to/file.py:function")
     _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}. For a file, write its path: path/to/file.py:function") from error
+        raise UserError(f"{error}. For a file, write its path: path/to/file.py:function") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(_cannot_import(name, error)) from error
+        raise UserError(_cannot_import(name, error)) from error
 
 
 def _cannot_import(name: str, error: BaseException) -> str:
@@ -88,7 +90,7 @@ def _look_in(folder: Path) -> None:
 def _import_file(path: Path) -> ModuleType:
     """Import a file once, under a private module name, so that it shadows no other module."""
     if not os.path.isfile(path):
-        raise ValueError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
+        raise UserError(f"there is no file {str(path)!r} (looked from {Path.cwd()})")
     _look_in(path.resolve().parent)
     name = PREFIX + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     if name in sys.modules:
@@ -103,7 +105,7 @@ def _import_file(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, Exception | SystemExit):
-            raise ValueError(_cannot_import(str(path), error)) from error
+            raise UserError(_cannot_import(str(path), error)) from error
         raise
     return module
 

@@ -37,7 +37,7 @@ class WorkQueue:
         """Call ``do`` for each missing piece, one piece per rank at a time. Collective.
 
         ``what`` names the pieces in the progress. Returns False if a signal on any rank stopped the work early. If
-        ``do`` raises a ValueError on one rank, all ranks raise ValueError, so none waits for another.
+        ``do`` raises a UserError on one rank, all ranks raise UserError, so none waits for another.
         """
         with self._progress(what, len(missing)) as show:
             for begun in range(0, len(missing), self.ranks.world):

@@ -23,7 +23,7 @@ from nlgrpo.training.run import Progress, Run
 def build(cfg: Config, ranks: Ranks) -> Run:
     """Build a run: load the tokenizer, data and rewards. `Run.learner` loads the weights later.
 
-    Raises ValueError for a configuration that cannot be run.
+    Raises UserError for a configuration that cannot be run.
     """
     validate.check(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)

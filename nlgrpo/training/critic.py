@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nlgrpo.config.schema import Config, CriticConfig
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder, reward_model
 from nlgrpo.model.architectures import Shape, shape_of
 from nlgrpo.model.decoder import Decoder
@@ -127,18 +128,18 @@ def own_shape(cfg: Config, policy: Shape) -> Shape:
 def check(cfg: Config, policy: Shape, longest: int) -> None:
     """Check the critic's model without loading its weights. ``longest``: maximal tokens of a prompt and completion.
 
-    Raises ValueError if the model is missing, its vocabulary is not the policy's, or its context is too short.
+    Raises UserError if the model is missing, its vocabulary is not the policy's, or its context is too short.
     """
     if cfg.loss.algorithm != "ppo" or not cfg.critic.path:
         return
     own = own_shape(cfg, policy)
     if own.vocab != policy.vocab:
-        raise ValueError(
+        raise UserError(
             f"critic: {cfg.critic.path} has a vocabulary of {own.vocab:,} tokens, but the policy's has "
             f"{policy.vocab:,}; set critic.path to a model with the policy's tokenizer"
         )
     if own.context < longest:
-        raise ValueError(
+        raise UserError(
             f"critic: {cfg.critic.path} has a context of {own.context:,} tokens, but a prompt and its completion "
             f"can have {longest:,}; lower rollout.max_new_tokens or data.max_prompt_tokens, or use another model"
         )
@@ -150,7 +151,7 @@ def make(
     """Build the critic of a checked configuration; None without PPO. A new head predicts 0 at first.
 
     ``adapter``: settings of the policy's adapters. A separate critic gets adapters of these settings and trains them
-    with its head. Raises ValueError as `reward_model.load` does.
+    with its head. Raises UserError as `reward_model.load` does.
     """
     if cfg.loss.algorithm != "ppo":
         return None

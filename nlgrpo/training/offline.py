@@ -19,6 +19,7 @@ from nlgrpo.engine import logprobs
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
+from nlgrpo.errors import UserError
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import accumulated, clip_gradients
@@ -82,7 +83,7 @@ class OfflineSamples:
     def choose(self, cursor: int, count: int, ranks: Ranks) -> OfflineBatch:
         """Choose responses for prompts ``cursor`` to ``cursor + count - 1``. Returns those of this rank.
 
-        Raises ValueError for a response with an id that has no token: an older version sampled them, too.
+        Raises UserError for a response with an id that has no token: an older version sampled them, too.
         """
         batch = self.prompts.take(cursor, count)
         rows = [self._row(ids) for ids in batch.ids]
@@ -94,7 +95,7 @@ class OfflineSamples:
         chosen = [completions[p][j] for p, j in responses]
         largest = max((max(ids, default=0) for ids in chosen), default=0)
         if self.tokens is not None and largest >= self.tokens:
-            raise ValueError(
+            raise UserError(
                 f"{self.rollouts.folder} has a sample with the id {largest}, which has no token: expected ids below "
                 f"{self.tokens}, as the tokenizer has. An older version sampled it; sample again with `nlgrpo rollout`"
             )
@@ -148,7 +149,7 @@ def make(
 ) -> OfflineSamples | None:
     """Load the samples for an offline algorithm, or for loss.jeffreys; None for other online ones.
 
-    Raises ValueError if the rollouts are incomplete, do not fit the run or have fewer than M samples per prompt, or if
+    Raises UserError if the rollouts are incomplete, do not fit the run or have fewer than M samples per prompt, or if
     no prompt is left to train on.
     """
     if not (cfg.loss.offline or cfg.loss.jeffreys):
@@ -159,7 +160,7 @@ def make(
     )
     K, M = rollouts.index.samples, cfg.rollout.samples
     if M > K:
-        raise ValueError(
+        raise UserError(
             f"rollout.samples = {M}: {rollouts.folder} has {K} samples per prompt; "
             f"set {K} or less, or sample more with `nlgrpo rollout --samples`"
         )
@@ -178,7 +179,7 @@ def make(
         lacking = "has samples with different rewards, so there are no pairs" if scored else "has rollouts"
         if known and not scored:
             lacking = f"has offline.n = {cfg.offline.n} samples with a reward: the rewards abstained for the others"
-        raise ValueError(f"none of the {len(rows)} prompts of {cfg.data.source} {lacking} in {rollouts.folder}")
+        raise UserError(f"none of the {len(rows)} prompts of {cfg.data.source} {lacking} in {rollouts.folder}")
     return OfflineSamples(
         rollouts=rollouts,
         rewards=totals,

@@ -31,6 +31,7 @@ from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_prompt
+from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.registry import Objective
 from nlgrpo.rewards.reward_functions import RewardError
@@ -110,7 +111,7 @@ class ReferenceRewards:
         if not self.transforms:
             return {}
         self._draw(batch, reference)
-        return self.ranks.agree(partial(self._calibrate_all, rewards, batch, rollout, ref_logprobs), RewardError)
+        return self.ranks.agree(partial(self._calibrate_all, rewards, batch, rollout, ref_logprobs))
 
     def _calibrate_all(
         self, rewards: Mapping[str, Tensor], batch: Batch, rollout: Rollout, ref_logprobs: Tensor | None
@@ -205,7 +206,7 @@ class ReferenceRewards:
         assert reference is not None
         prompts = _select(batch, unknown)
         rollout = self.drawing.draw(NativeEngine(reference, self.by_block), prompts)
-        self.ranks.agree(lambda: self._store(prompts, rollout), RewardError)
+        self.ranks.agree(lambda: self._store(prompts, rollout))
 
     def _store(self, prompts: Batch, rollout: Rollout) -> None:
         if not prompts.ids:
@@ -237,7 +238,7 @@ def make(
 ) -> ReferenceRewards:
     """Build the calibration of a run from its configuration, ``sampler`` and ``prompts``.
 
-    Raises ValueError if the rollouts are incomplete or do not fit the run, if a reward scored none of them, or if
+    Raises UserError if the rollouts are incomplete or do not fit the run, if a reward scored none of them, or if
     prompts lack rollouts and calibration.missing is "error".
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
@@ -264,7 +265,7 @@ def make(
     )
     absent = references.missing(prompts.ids) if wanted and drawing is None else 0
     if absent:
-        raise ValueError(
+        raise UserError(
             f"{absent} of {len(prompts)} prompts have no rollouts in {options.rollouts!r}; collect them with "
             "`nlgrpo rollout` and this configuration, or set calibration.missing = 'draw' to sample during training"
         )
@@ -272,11 +273,11 @@ def make(
 
 
 def _check_scored(rollouts: ReferenceRollouts, names: Iterable[str]) -> None:
-    """Raise ValueError for a reward that has no prompt on which it can be calibrated."""
+    """Raise UserError for a reward that has no prompt on which it can be calibrated."""
     for name in names:
         scored = (~rollouts.rewards[name].isnan()).sum(1)
         if (scored < FEWEST).all():
-            raise ValueError(
+            raise UserError(
                 f"{rollouts.folder}: reward {name!r} scored at most {int(scored.max())} samples of a prompt; a "
                 f"transform needs {FEWEST} or more. Let it return numbers, and run `nlgrpo rollout` again, or remove "
                 f"rewards.{name}.transform"

@@ -30,6 +30,7 @@ from nlgrpo.engine.rollouts.collect import scorers
 from nlgrpo.engine.rollouts.inputs import digests_of
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_weights
+from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
@@ -239,7 +240,7 @@ class Run:
         return loss.has_reference and (loss.beta > 0 or every(loss.log_kl_every, step + 1))
 
     def open_folder(self) -> None:
-        """Create the folder, or check that it holds this run; collective. Raises ValueError as `run_folder.claim`."""
+        """Create the folder, or check that it holds this run; collective. Raises UserError as `run_folder.claim`."""
         train = self.config.train
         run_folder.claim(
             self.folder,
@@ -256,7 +257,7 @@ class Run:
     def inputs(self) -> run_inputs.RunInputs:
         """Return digests of what the run reads: data, rewards and model.
 
-        Raises ValueError if lora.path is an adapter of other weights than those of model.path.
+        Raises UserError if lora.path is an adapter of other weights than those of model.path.
         """
         if self.config.lora.path:
             as_trained.check_base(self.config.lora.path, self.source)
@@ -362,7 +363,7 @@ class Run:
     def watch_rewards(self, step: int, why: Callable[..., str]) -> None:
         """Warn if no completion of a step had a reward, at the first of several such steps.
 
-        ``why(objectives, rewards)`` says which rewards abstained or failed. Raises ValueError on all ranks after
+        ``why(objectives, rewards)`` says which rewards abstained or failed. Raises UserError on all ranks after
         train.max_empty_steps of them in a row.
         """
         empty, limit = self.progress.empty_steps, self.config.train.max_empty_steps
@@ -372,7 +373,7 @@ class Run:
         reason = why(self.objectives, self.config.rewards)
         advice = "None and an error with on_error = 'skip' count nowhere, so nothing is learned: correct the reward"
         if ends:
-            raise ValueError(
+            raise UserError(
                 f"no completion has had a reward for {empty} step{'s' * (empty > 1)} in a row, until step {step + 1}. "
                 f"In the last one: {reason}. {advice}, or increase train.max_empty_steps = {limit} (0: never ends)"
             )
@@ -399,10 +400,10 @@ class Run:
         rollbacks = self.progress.rollbacks + 1
         self.saver.wait()
         if rollbacks > self.config.divergence.rollbacks:
-            raise ValueError(f"{diverged}; this after {rollbacks - 1} rollbacks (divergence.rollbacks)")
+            raise UserError(f"{diverged}; this after {rollbacks - 1} rollbacks (divergence.rollbacks)")
         self.ranks.agree(lambda: checkpoint.drop(self.saver.folder, diverged.onset) if self.ranks.first else None)
         if not self.restore(learner):
-            raise ValueError(f"{diverged}; there is no checkpoint from before step {diverged.onset + 1}")
+            raise UserError(f"{diverged}; there is no checkpoint from before step {diverged.onset + 1}")
         self.progress.rollbacks = rollbacks
         self._seed_samples()
         seed_everything(self.config.train.seed + self.ranks.rank + 7919 * rollbacks)

@@ -15,6 +15,7 @@ from nlgrpo.config.schema import Config, LoopConfig
 from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
 from nlgrpo.engine.rollouts.run_inputs import RunInputs
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.file_lock import Busy, FileLock
@@ -90,7 +91,7 @@ def claim(
     ``steps``: of the whole run. ``inputs``: what the run reads, compared with what it read when it started; called on
     the first rank only. Those whose kind is in ``allowed`` may have changed, which is reported.
 
-    Raises ValueError if the folder holds another run or something else, a run with more steps, or one that read other
+    Raises UserError if the folder holds another run or something else, a run with more steps, or one that read other
     inputs, or if another process is using it.
     """
     fault = ""
@@ -108,7 +109,7 @@ def claim(
         fault = str(error)
     fault = ranks.gather_objects(fault)[0]
     if fault:
-        raise ValueError(fault)
+        raise UserError(fault)
 
 
 def _claim(
@@ -233,7 +234,7 @@ def saver(folder: Path, train: LoopConfig, ranks: Ranks, *, adapters: bool) -> S
 
 
 def _lock(folder: Path, advice: str) -> None:
-    """Lock the folder until this process ends. Raises ValueError if another process has the lock."""
+    """Lock the folder until this process ends. Raises UserError if another process has the lock."""
     path = folder / LOCK
     if (before := _LOCKED.get(folder.resolve())) is not None:
         if path.exists() and os.path.samestat(os.fstat(before.file.fileno()), path.stat()):
@@ -243,7 +244,7 @@ def _lock(folder: Path, advice: str) -> None:
         with atomic_files.into(folder):
             _LOCKED[folder.resolve()] = FileLock(path)
     except Busy as busy:
-        raise ValueError(f"{folder} is used by {busy}; wait until it ends, or choose {advice}") from None
+        raise UserError(f"{folder} is used by {busy}; wait until it ends, or choose {advice}") from None
 
 
 def _ours(name: str) -> bool:

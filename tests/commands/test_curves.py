@@ -27,7 +27,7 @@ def run(*arguments):
 
 
 def error_of(capsys, *arguments):
-    assert run(*arguments) == 1
+    assert run(*arguments) == 2
     return " ".join(capsys.readouterr().err.split())
 
 

@@ -258,11 +258,11 @@ def test_a_gold_reward_that_chooses_is_refused(work, tmp_path, capsys):
             "rewards.high compares completions with each other",
         ),
     ):
-        assert cli.main(arguments(work, "refused", **changes)) == 1
+        assert cli.main(arguments(work, "refused", **changes)) == 2
         assert said in capsys.readouterr().err
     assert (
         cli.main(arguments(work, "mute", **gold(work) | {"rewards__high__function": f"{work / 'rewards.py'}:silent"}))
-        == 1
+        == 2
     )
     assert "the rewards abstain for all 3 responses" in capsys.readouterr().err
     common = ["--model.dtype=float64", f"--data.source={work / 'prompts.jsonl'}", f"--model.path={work / 'policy'}"]
@@ -275,7 +275,7 @@ def test_a_gold_reward_that_chooses_is_refused(work, tmp_path, capsys):
     assert cli.main(["iro", "blank", *common, *learn, f"--out={tmp_path / 'loop'}"]) == 0
     capsys.readouterr()
     circular = low | {"gold": "low", "rewards__low__weight": 0.0, "guide": tmp_path / "loop", "betas": ()}
-    assert cli.main(arguments(work, "refused", **circular)) == 1
+    assert cli.main(arguments(work, "refused", **circular)) == 2
     assert "was fitted to it; learn values from other rewards" in capsys.readouterr().err
 
 
@@ -405,7 +405,7 @@ def test_repeats_and_training_prompts_are_left_out(work, capsys):
     kept = [digest_of_prompt(tokenizer(prompt).input_ids) for prompt in ("w20 w21", "w22", "w23")]
     assert results(work, "repeats")["bon", 4]["prompts"] == kept
     (work / "repeats.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:2] * 2))
-    assert cli.main(arguments(work, "none", **options | {"evaluation__prompts": 2})) == 1
+    assert cli.main(arguments(work, "none", **options | {"evaluation__prompts": 2})) == 2
     assert "every held-out prompt is also a training prompt" in capsys.readouterr().err
 
 
@@ -467,7 +467,7 @@ def test_choice_by_value(work):
         candidates, cost = guided_search.search(model, ids, search, sampling, loaded_values, seed=SEED)
         row = found[method, 4]
         assert (row["tokens"], row["reward_queries"]) == (cost.tokens, 0)
-        complete = sum(one.places == 1 for own in candidates for one in own)  # are read as well
+        complete = sum(one.places == 2 for own in candidates for one in own)  # are read as well
         assert row["queries"] == cost.queries + values * complete
         for i, (prompt, own) in enumerate(zip(HELD, candidates, strict=True)):
             worths = []
@@ -611,7 +611,7 @@ def test_methods():
     ],
 )
 def test_invalid_options_are_refused(work, capsys, changes, message):
-    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert cli.main(arguments(work, "refused", **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (work / "refused" / "decode.json").exists()
 
@@ -652,9 +652,9 @@ def test_sums_of_the_same_rewards_are_compared():
 
 def test_abstaining_rewards_and_a_dry_run(work, capsys):
     silent = {f"rewards__{name}__function": f"{work / 'rewards.py'}:silent" for name in ("low", "begins")}
-    assert cli.main(arguments(work, "silent", **silent)) == 1
+    assert cli.main(arguments(work, "silent", **silent)) == 2
     assert "the rewards abstain for all 3 responses" in capsys.readouterr().err
-    assert cli.main(arguments(work, "silent", choose="majority", **silent)) == 1
+    assert cli.main(arguments(work, "silent", choose="majority", **silent)) == 2
     assert "the rewards abstain for all 3 responses" in capsys.readouterr().err
     assert cli.main(arguments(work, "planned", "--dry-run")) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -186,7 +186,7 @@ def test_completions_are_saved_per_dtype(work, results):
 def test_a_reward_that_fails_midway(work, capsys):
     (work / "mode").write_text("fail")
     options = arguments(work, "fickle", rewards__fickle__function=f"{work / 'rewards.py'}:fickle")
-    assert cli.main(options) == 1
+    assert cli.main(options) == 2
     said = capsys.readouterr().err
     assert "reward 'fickle' raised KeyError" in said
     assert "are saved; run the same command again" in said
@@ -213,7 +213,7 @@ def test_a_full_disk_is_reported(work, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert cli.main(arguments(work, "full")) == 1
+    assert cli.main(arguments(work, "full")) == 2
     assert "No space left on device. Complete files stay" in " ".join(capsys.readouterr().err.split())
 
 
@@ -296,7 +296,7 @@ def test_models_with_another_tokenizer_have_no_kl(work, capsys):
 )
 def test_invalid_options_are_refused(work, models, changes, says, capsys):
     named = [text.format(other=work / "other", base=work / "base") for text in models]
-    assert cli.main(arguments(work, "refused", *named, **changes)) == 1
+    assert cli.main(arguments(work, "refused", *named, **changes)) == 2
     assert says in " ".join(capsys.readouterr().err.split())
 
 
@@ -404,7 +404,7 @@ def test_a_damaged_checkpoint_is_refused(work, sweep, tmp_path, capsys):
     checkpoint = run / "checkpoints" / "step-00000002"
     file = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-8])
-    assert cli.main(arguments(work, "damaged", checkpoint, evaluation__prompts=6)) == 1
+    assert cli.main(arguments(work, "damaged", checkpoint, evaluation__prompts=6)) == 2
     assert f"checkpoint {checkpoint} is damaged" in " ".join(capsys.readouterr().err.split())
     assert not [*(work / "damaged" / "checkpoints").glob("*")]
 
@@ -416,8 +416,8 @@ def test_the_kl_can_be_left_out(work, monkeypatch):
 
 
 def test_no_model_and_empty_prompts_are_refused(work, tmp_path, capsys):
-    assert cli.main(["evaluate", "--n", "4"]) == 1
+    assert cli.main(["evaluate", "--n", "4"]) == 2
     assert "no model to evaluate" in capsys.readouterr().err
     (tmp_path / "empty.jsonl").write_text("")
-    assert cli.main(arguments(work, "refused", data__source=tmp_path / "empty.jsonl")) == 1
+    assert cli.main(arguments(work, "refused", data__source=tmp_path / "empty.jsonl")) == 2
     assert "empty" in capsys.readouterr().err

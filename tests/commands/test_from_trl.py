@@ -242,7 +242,7 @@ def test_the_command(tmp_path, capsys):
     assert cli.main(["from-trl", str(tmp_path / "grpo.yaml"), "--processes", "2", "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert tomllib.loads(out.read_text())["rollout"]["prompts"] == 8
-    assert cli.main(["from-trl", str(tmp_path / "grpo.yaml"), "--out", str(out)]) == 1
+    assert cli.main(["from-trl", str(tmp_path / "grpo.yaml"), "--out", str(out)]) == 2
     assert "exists" in capsys.readouterr().err
     assert cli.main(["from-trl", str(tmp_path / "grpo.yaml")]) == 0
     said = "# Not carried over: mask_truncated_completions = True: nlgrpo trains on truncated"
@@ -291,7 +291,7 @@ def test_the_command(tmp_path, capsys):
 def test_files_that_cannot_be_read(tmp_path, capsys, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert cli.main(["from-trl", str(tmp_path / name)]) == 1
+    assert cli.main(["from-trl", str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
@@ -534,9 +534,9 @@ def test_a_command_line_with_a_yaml_file_and_variables(tmp_path):
 
 def test_processes_are_given_once(tmp_path, capsys):
     (tmp_path / "run.sh").write_text("accelerate launch --num_processes 4 grpo.py --beta 0.1")
-    assert cli.main(["from-trl", str(tmp_path / "run.sh"), "--processes", "8"]) == 1
+    assert cli.main(["from-trl", str(tmp_path / "run.sh"), "--processes", "8"]) == 2
     assert "num_processes = 4, and --processes is 8; give one of them" in capsys.readouterr().err
-    assert cli.main(["from-trl", str(tmp_path / "run.sh"), "--processes", "0"]) == 1
+    assert cli.main(["from-trl", str(tmp_path / "run.sh"), "--processes", "0"]) == 2
     assert "processes = 0: expected at least 1" in capsys.readouterr().err
 
 

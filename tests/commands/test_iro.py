@@ -156,22 +156,22 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
         ({"prompts": 3}, "iro.prompts: None -> 3"),
         ({"rewards__low__weight": 1.0}, "config.rewards.low.weight: 2.0 -> 1.0"),
     ):
-        assert cli.main(arguments(work, "whole", **changes)) == 1
+        assert cli.main(arguments(work, "whole", **changes)) == 2
         told = capsys.readouterr().err
         assert said in told
         assert "Choose another folder with --out" in told
     code = (work / "rewards.py").read_text()
     (work / "rewards.py").write_text(code + "# mended\n")
-    assert cli.main(arguments(work, "whole")) == 1
+    assert cli.main(arguments(work, "whole")) == 2
     assert "contents.rewards.low" in capsys.readouterr().err
     (work / "rewards.py").write_text(code)
     longer = (work / "prompts.jsonl").read_text()
     (work / "prompts.jsonl").write_text(longer + json.dumps({"prompt": "w9"}) + "\n")
-    assert cli.main(arguments(work, "whole")) == 1
+    assert cli.main(arguments(work, "whole")) == 2
     assert "contents.prompts" in capsys.readouterr().err
     (work / "prompts.jsonl").write_text(longer)
     shutil.copytree(whole, work / "more")
-    assert cli.main(arguments(work, "more", iterations=3, betas=(1.0, 0.5, 2.0), samples=16)) == 1
+    assert cli.main(arguments(work, "more", iterations=3, betas=(1.0, 0.5, 2.0), samples=16)) == 2
     assert "data.rollouts" in capsys.readouterr().err  # its runs name the folder that they were made in
     options = {"iterations": 3, "betas": (1.0, 0.5, 2.0)}
     assert cli.main(arguments(work, "whole", **options)) == 0
@@ -181,7 +181,7 @@ def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys
     assert len(json.loads((whole / "iro.json").read_text())) == 2
     shutil.rmtree(whole / "compressed-3")
     shutil.rmtree(whole / "iteration-3")
-    assert cli.main(arguments(work, "whole", betas=(1.0, 0.25))) == 1  # this changes only the compressed value model
+    assert cli.main(arguments(work, "whole", betas=(1.0, 0.25))) == 2  # this changes only the compressed value model
     said = capsys.readouterr().err
     assert "compress.betas" in said
     assert "--out, or --no-compress" in said
@@ -263,7 +263,7 @@ def test_the_best_of_each_search_is_kept(work, capsys):
         same = [name for name, weight in value.items() if name in policy and torch.equal(weight, policy[name])]
         assert len(same) == len(value) - 1
     assert cli.main(command) == 0  # finished
-    assert cli.main(arguments(work, "best", *flags, "--no-compress", **changes | {"keep": "all"})) == 1
+    assert cli.main(arguments(work, "best", *flags, "--no-compress", **changes | {"keep": "all"})) == 2
     assert "iro.keep: 'best' -> 'all'" in capsys.readouterr().err
 
 
@@ -275,7 +275,7 @@ def test_loops_of_older_versions_resume(work, whole, capsys):
     for name in ("drop_equal", "head_only"):
         del saved["iro"]["value"][name]
     (whole / "config.json").write_text(json.dumps(saved))
-    assert cli.main(arguments(work, "whole", keep="best")) == 1
+    assert cli.main(arguments(work, "whole", keep="best")) == 2
     assert "iro.keep: 'all' -> 'best'" in capsys.readouterr().err
     assert cli.main(arguments(work, "whole")) == 0
     assert "is already done" in capsys.readouterr().out
@@ -296,7 +296,7 @@ def test_guided_rollouts_are_not_taken_for_the_references(work, whole, capsys):
     train = ["train", *command[: command.index("--out")], "--train.steps", "1", "--train.out", str(work / "t")]
     train += ["--calibration.rollouts", str(whole / "iteration-2" / "rollouts"), "--rewards.low.transform", "exp:2"]
     train += ["--rewards.low.objective", "mean", "--rollout.prompts", "2", "--rollout.samples", "2"]
-    assert cli.main(train) == 1
+    assert cli.main(train) == 2
     said = capsys.readouterr().err
     assert "responses of a search guided by value models, but the run needs samples of the model without" in said
 
@@ -367,7 +367,7 @@ def test_generation_with_what_was_learned(work, whole, capsys):
     moved.rename(whole)
     text = (whole / "guide.json").read_text()
     (whole / "guide.json").write_text(text[:-20])
-    assert cli.main([*common, "--guide", str(whole)]) == 1
+    assert cli.main([*common, "--guide", str(whole)]) == 2
     assert "guide.json cannot be read" in capsys.readouterr().err
     (whole / "guide.json").write_text(text)
 
@@ -420,7 +420,7 @@ def test_a_prompt_that_no_reward_judges(work):
 
 def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
     (tmp_path / "iteration-1").mkdir()
-    assert cli.main(["generate", "w1", "--model", str(work / "policy"), "--guide", str(tmp_path)]) == 1
+    assert cli.main(["generate", "w1", "--model", str(work / "policy"), "--guide", str(tmp_path)]) == 2
     assert "has not finished; run it again to resume" in capsys.readouterr().err
 
 
@@ -454,20 +454,20 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
     ],
 )
 def test_refused(work, capsys, changes, said):
-    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert cli.main(arguments(work, "refused", **changes)) == 2
     assert said in capsys.readouterr().err
     assert not (work / "refused").exists()
 
 
 def test_one_completion_per_prompt_has_no_other_reward(work, capsys):
-    assert cli.main(arguments(work, "refused", "--value.drop-equal", keep="best")) == 1
+    assert cli.main(arguments(work, "refused", "--value.drop-equal", keep="best")) == 2
     assert "--value.drop-equal with --keep best needs --searches of 2 or more" in capsys.readouterr().err
     assert not (work / "refused").exists()
 
 
 def test_a_value_model_that_is_too_short(work, tmp_path, capsys):
     tiny_model(tmp_path / "short", "gpt2", n_positions=8)
-    assert cli.main(arguments(work, "refused", value__path=tmp_path / "short", rollout__max_new_tokens=9)) == 1
+    assert cli.main(arguments(work, "refused", value__path=tmp_path / "short", rollout__max_new_tokens=9)) == 2
     assert "short has a context of 8 tokens, but prompt and completion can have" in capsys.readouterr().err
     assert not (work / "refused").exists()
 

@@ -233,7 +233,7 @@ def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, c
     ],
 )
 def test_nonsense_is_refused_in_one_line(arguments, message, capsys):
-    assert cli.main(["plan", "length-bon", *arguments]) == 1
+    assert cli.main(["plan", "length-bon", *arguments]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 

@@ -23,6 +23,7 @@ from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.inputs import load_rewards, sampling_of
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.evaluation.figures import render
 from nlgrpo.evaluation.rollout_tables import summarize
 from nlgrpo.model import decoder, hf_weights
@@ -311,12 +312,12 @@ def test_rescoring_that_stops_midway_is_incomplete(work, monkeypatch, capsys):
     def score(self, chunk, missing):
         calls.append(chunk)
         if len(calls) == 3:
-            raise ValueError("the power went")
+            raise UserError("the power went")
         return original(self, chunk, missing)
 
     with monkeypatch.context() as patched:
         patched.setattr(collect.RolloutCollector, "score", score)
-        assert cli.main(arguments(work, "halves", data__source=work / "renamed.jsonl")) == 1
+        assert cli.main(arguments(work, "halves", data__source=work / "renamed.jsonl")) == 2
     with pytest.raises(ValueError, match="the rollouts of 3 of 7 prompts are missing, damaged or not scored"):
         load(work / "halves")
 
@@ -345,7 +346,7 @@ def test_rollouts_of_versions_before_columns_counted(work, rollouts):
 def test_a_folder_of_other_rollouts_is_not_changed(work, rollouts, changes, says, capsys):
     before = contents(work / "first")
     changes = {name: work / value if name == "model__path" else value for name, value in changes.items()}
-    assert cli.main(arguments(work, "first", **changes)) == 1
+    assert cli.main(arguments(work, "first", **changes)) == 2
     shown = said(capsys.readouterr().err)
     assert says in shown
     assert "Choose another folder with --out" in shown
@@ -507,7 +508,7 @@ def test_a_folder_without_rollouts(tmp_path):
     ],
 )
 def test_invalid_options_are_refused(work, changes, says, capsys):
-    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert cli.main(arguments(work, "refused", **changes)) == 2
     assert says in said(capsys.readouterr().err)
     assert not (work / "refused").exists()
 
@@ -518,7 +519,7 @@ def test_invalid_options_are_refused(work, changes, says, capsys):
 def test_a_reward_that_fails_midway(work, capsys):
     (work / "mode").write_text("fail")
     options = arguments(work, "fickle", rewards__fickle__function=f"{work / 'rewards.py'}:fickle")
-    assert cli.main(options) == 1
+    assert cli.main(options) == 2
     shown = capsys.readouterr().err
     assert "reward 'fickle' raised KeyError" in shown
     assert "prompts 2 to 3" in shown
@@ -549,7 +550,7 @@ def test_a_full_disk_is_reported_and_work_resumes(work, rollouts, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert cli.main(arguments(work, tmp_path / "full")) == 1
+        assert cli.main(arguments(work, tmp_path / "full")) == 2
     assert "No space left on device. Complete files stay" in said(capsys.readouterr().err)
     assert cli.main(arguments(work, tmp_path / "full")) == 0
     assert contents(tmp_path / "full") == contents(work / "first")
@@ -564,7 +565,7 @@ class TwoRanks(Ranks):
         return flag or bool(self.theirs)
 
     def gather_objects(self, value):
-        return [value, self.theirs or [1, 3]]
+        return [value, (self.theirs, False) if self.theirs else [1, 3]]
 
 
 def test_an_error_on_another_rank_ends_the_work():
@@ -578,7 +579,7 @@ def test_an_error_on_another_rank_ends_the_work():
     assert queue.work("letters", ["a", "b", "d"], done.append)
     assert done == ["a", "d"]
     object.__setattr__(ranks, "theirs", "no memory")
-    with pytest.raises(ValueError, match="no memory"):
+    with pytest.raises(UserError, match="no memory"):
         queue.work("letters", ["a", "b", "d"], done.append)
     assert done == ["a", "d", "a"]
 
@@ -651,7 +652,7 @@ def test_ks_tests_equal_scipys_and_figures_are_drawn(work, capsys, monkeypatch):
 
 @pytest.mark.parametrize("sizes", [["5"], ["0", "2"], ["4", str(K)]])
 def test_invalid_ks_sizes_are_refused(work, sizes, capsys):
-    assert cli.main([*arguments(work, "none"), "--ks", *sizes]) == 1
+    assert cli.main([*arguments(work, "none"), "--ks", *sizes]) == 2
     assert f"together at most --samples {K}" in said(capsys.readouterr().err)
     assert not (work / "none").exists()
 

@@ -329,7 +329,7 @@ def test_failed_points_do_not_stop_the_others_and_run_again_when_told_to(fake, t
 def test_a_full_disk_ends_the_sweep_and_the_same_command_goes_on(fake, tmp_path, how):
     axis = ("--loss.beta", "1,2,3")
     status, ran, out = fake(*axis, b2=how)
-    assert (status, ran) == (1, ["beta=1", "beta=2"])
+    assert (status, ran) == (2, ["beta=1", "beta=2"])
     said = "cannot write into there: no room" if how == "full" else "No space left on device"
     assert "error: beta=2: " in out.splitlines()[-1]
     assert said in out.splitlines()[-1]
@@ -344,7 +344,7 @@ def test_a_manifest_that_has_no_room(fake, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(full))
         status, ran, out = fake("--loss.beta", "1,2,3", "--retry")
-    assert (status, ran) == (1, [])
+    assert (status, ran) == (2, [])
     assert f"error: cannot write into {tmp_path / 'out'}: No space left on device." in out
     assert (tmp_path / "out" / FILE).read_bytes() == before
     assert fake("--loss.beta", "1,2,3", "--retry")[:2] == (0, ["beta=1", "beta=3"])
@@ -376,7 +376,7 @@ def test_a_sweep_of_an_older_version_goes_on(fake, tmp_path):
     assert fake("--loss.beta", "3")[:2] == (0, ["beta=3"])
     (tmp_path / "out" / FILE).write_text(json.dumps(manifest))
     status, ran, out = fake("--loss.beta", "4", "--loss.epochs", "2")
-    assert (status, ran) == (1, [])
+    assert (status, ran) == (2, [])
     assert "loss.epochs: 1 -> 2" in out
 
 
@@ -483,7 +483,7 @@ def test_output_that_nobody_reads_ends_the_sweep(fake, tmp_path, monkeypatch, jo
 @pytest.mark.parametrize("other", ["hold", "deaf"])  # it saves, or has not come to where it would
 def test_a_full_disk_stops_the_other_points_too(fake, tmp_path, other):
     status, _, out = fake("--loss.beta", "1,2,3", "--jobs", "2", b1=other, b2="full")
-    assert status == 1
+    assert status == 2
     assert "beta=2: cannot write into there: no room" in out
     assert states(tmp_path / "out") == {"beta=1": "stopped", "beta=2": "stopped", "beta=3": "waiting"}
 
@@ -651,7 +651,7 @@ def test_the_arguments_of_a_point_have_each_option_once():
 def test_all_faults_of_all_points_in_one_message(call, tmp_path):
     axes = ("--loss.beta", "0.1,-1", "--objective", "mean,bom:4", "--rollout.prompts", "3", "--nproc-per-node", "2")
     status, _, err = call("length-bon", "--out", tmp_path / "out", *axes)
-    assert status == 1
+    assert status == 2
     assert err.startswith("error: 4 of 4 points cannot be run:\n")
     assert "rollout.prompts = 3: it must be a multiple of the number of ranks, 2 (all)\n" in err
     assert "loss.beta = -1.0: allowed is >= 0 (beta=-1,objective=mean; beta=-1,objective=bom-4)\n" in err
@@ -671,7 +671,7 @@ def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
         (("--seed", "1,2", "--train.steps", "5"), "over loss.beta, but this one is over train.seed"),
     ):
         status, ran, out = fake(*arguments)
-        assert (status, ran) == (1, [])
+        assert (status, ran) == (2, [])
         assert said in out
     assert (tmp_path / "out" / FILE).read_bytes() == before
 
@@ -690,9 +690,9 @@ def test_folders_that_are_no_sweeps(call, tmp_path):
     for name in ("file", "other"):
         for more in ((), ("--dry-run",)):
             status, _, err = call("--loss.beta", "1,2", "--out", tmp_path / name, *more)
-            assert (status, "exists but holds no sweep" in err) == (1, True)
+            assert (status, "exists but holds no sweep" in err) == (2, True)
     status, _, err = call("--loss.beta", "1,2", "--out", tmp_path / "file" / "inside")
-    assert (status, "cannot use" in err) == (1, True)
+    assert (status, "cannot use" in err) == (2, True)
 
 
 GOOD = {"overrides": {"loss.beta": 1.0}, "folder": "beta=1", "state": "done", "status": 0, "seconds": 1.5, "error": ""}

@@ -251,10 +251,10 @@ def test_batches_are_checked_over_the_ranks_of_all_nodes(fake):
 def test_without_submitit_or_slurm_the_message_says_so(tmp_path, monkeypatch, capsys):
     given = ["length-bon", "--out", str(tmp_path / "out"), "--launcher", "slurm", "--loss.beta", "1,2"]
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cli.main(["sweep", *given]) == 1
+    assert cli.main(["sweep", *given]) == 2
     assert 'Could not detect "srun"' in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "submitit", None)
-    assert cli.main(["sweep", *given]) == 1
+    assert cli.main(["sweep", *given]) == 2
     assert "--launcher slurm needs submitit, which is not installed; install it with" in capsys.readouterr().err
 
 

@@ -55,7 +55,7 @@ def test_torchrun_s_entry_says_so_too():
     given = ["--train.steps", "1", "--train.steps", "2", "--loss.beta", "-1"]
     line = [sys.executable, "nlgrpo/train.py", "length-bon", *given]
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "note: --train.steps is given twice; only the last one counts" in done.stderr
 
 

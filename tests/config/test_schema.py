@@ -226,7 +226,7 @@ def test_all_faults_are_reported_together():
 
 
 def test_a_configuration_without_rewards_is_refused(capsys):
-    assert train.main(["blank", "--data.source", "story-prompts", *QUICK]) == 1
+    assert train.main(["blank", "--data.source", "story-prompts", *QUICK]) == 2
     assert "there is no reward: give one with --rewards.NAME.function" in capsys.readouterr().err
 
 
@@ -250,7 +250,7 @@ def test_missing_files_and_names_end_with_a_message(arguments, message, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n')
-    assert train.main([*arguments, *QUICK]) == 1
+    assert train.main([*arguments, *QUICK]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert message in shown
@@ -259,7 +259,7 @@ def test_missing_files_and_names_end_with_a_message(arguments, message, tmp_path
 
 def test_a_folder_that_cannot_be_created_ends_with_a_message(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert train.main(["--train.out", str(tmp_path / "file" / "run"), "--train.steps", "0"]) == 1
+    assert train.main(["--train.out", str(tmp_path / "file" / "run"), "--train.steps", "0"]) == 2
     assert "cannot be used as the folder of a run" in capsys.readouterr().err
 
 

@@ -188,7 +188,7 @@ def prompts(path, *texts):
 @pytest.mark.parametrize("key", ["data.source", "data.evaluation"])
 def test_a_run_with_a_broken_maze_does_not_start(key, tmp_path, capsys):
     broken = prompts(tmp_path / "mazes.jsonl", SMALL, SMALL.replace("GOAL", "PATH"))
-    assert train.main(["maze", f"--{key}", str(broken), "--train.out", str(tmp_path / "run")]) == 1
+    assert train.main(["maze", f"--{key}", str(broken), "--train.out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert said == "error: reward 'solved' cannot score example 1 of the data: expected one GOAL, got 0\n"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -197,6 +197,6 @@ def test_a_run_with_a_broken_maze_does_not_start(key, tmp_path, capsys):
 def test_rollouts_of_a_broken_maze_are_not_sampled(tmp_path, capsys):
     broken = prompts(tmp_path / "mazes.jsonl", SMALL.replace("WALL NEWLINE", "NEWLINE", 1))
     arguments = ["rollout", "maze", "--data.source", str(broken), "--samples", "2", "--out", str(tmp_path / "out")]
-    assert cli.main(arguments) == 1
+    assert cli.main(arguments) == 2
     said = "cannot score example 0 of the data: row 1 has 5 squares, and row 0 has 4"
     assert said in capsys.readouterr().err

@@ -705,7 +705,7 @@ def test_wrong_options_are_refused(options, message, capsys, monkeypatch):
 
 
 def test_a_port_that_is_taken_is_refused(port, capsys):
-    assert cli.main(["serve", "--port", str(port)]) == 1
+    assert cli.main(["serve", "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
@@ -713,7 +713,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(
         "nlgrpo.commands.inference.serve.find_spec", lambda name: None if name == "fastapi" else object()
     )
-    assert cli.main(["serve"]) == 1
+    assert cli.main(["serve"]) == 2
     assert "nlgrpo serve needs fastapi; install them: pip install 'nlgrpo[serve]'" in capsys.readouterr().err
 
 

@@ -160,7 +160,7 @@ def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys)
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(tmp_path)
-    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 1
+    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 2
     assert "cannot be sampled: log-probs of transformers' generate differ by" in capsys.readouterr().err
 
 
@@ -224,7 +224,7 @@ def test_the_commands(work, capsys):
     options = [f"--{name}={value}" for name, value in settings.items()]
     learn = ["--iterations=1", "--beams=2", "--successors=2", "--no-compress", "--value.epochs=1", "--value.held-out=0"]
     start = [f"--value.path={work / 'value'}", f"--out={work / 'iro'}"]
-    assert cli.main(["iro", "blank", *options, *learn, f"--out={work / 'iro'}"]) == 1
+    assert cli.main(["iro", "blank", *options, *learn, f"--out={work / 'iro'}"]) == 2
     assert "a value model cannot start from" in capsys.readouterr().err
     assert not (work / "iro").exists()
     assert cli.main(["iro", "blank", *options, *learn, *start]) == 0
@@ -238,5 +238,5 @@ def test_an_architecture_that_transformers_does_not_support_is_refused(tmp_path,
     tiny_model(tmp_path, "gpt2")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
-    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 1
+    assert cli.main(["generate", "w1", f"--model={tmp_path}"]) == 2
     assert "unheard_of" in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_train_push(fake, tmp_path, capsys):
 def test_a_failed_push_says_what_to_do_and_the_run_is_complete(fake, tmp_path, capsys):
     out = tmp_path / "run"
     fake.status = 403
-    assert train.main([*TINY, "--train.out", str(out), "--train.push", "me/direct"]) == 1
+    assert train.main([*TINY, "--train.out", str(out), "--train.push", "me/direct"]) == 2
     error = capsys.readouterr().err
     assert "cannot push to me/direct: " in error
     assert f"The run is saved; `nlgrpo push {out} --repo me/direct` tries again" in error
@@ -185,9 +185,9 @@ def test_errors(run, tmp_path, capsys, fake):
         ((str(run), "--repo", "a/b/c"), "a/b/c"),
         ((str(tmp_path), "--repo", "me/x"), "has no trained model: the run has not finished"),
     ):
-        assert cli.main(["push", *arguments]) == 1
+        assert cli.main(["push", *arguments]) == 2
         assert message in capsys.readouterr().err
-    assert train.main([*TINY, "--train.push", "a//b", "--train.out", str(tmp_path / "x")]) == 1
+    assert train.main([*TINY, "--train.push", "a//b", "--train.out", str(tmp_path / "x")]) == 2
     assert "train.push = 'a//b'" in capsys.readouterr().err
     assert cli.main(["push", str(run), "--repo", "me/x", "--dry-run"]) == 0
     assert capsys.readouterr().out == hub.model_card(run, "me/x")

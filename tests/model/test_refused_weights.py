@@ -104,7 +104,7 @@ def test_a_classifier_is_no_policy(tmp_path, capsys):
     run = ["blank", "--model.path", str(folder), "--data.source", str(tmp_path / "prompts.jsonl"), "--dry-run"]
     reward = ["--rewards.x.function", "length(target=5, scale=8)", "--rewards.x.objective", "mean"]
     for command in (["generate", "w1", "--model", str(folder)], ["train", *run, *reward]):
-        assert cli.main(command) == 1
+        assert cli.main(command) == 2
         assert "LlamaForSequenceClassification" in capsys.readouterr().err
     for name in ("LlamaForTokenClassification", "LlamaForQuestionAnswering"):
         change(folder, architectures=[name])
@@ -268,7 +268,7 @@ def adapter(folder, tmp_path):
 
 
 def test_an_adapter_is_no_model(adapter, capsys):
-    assert cli.main(["generate", "w1", "--model", str(adapter)]) == 1
+    assert cli.main(["generate", "w1", "--model", str(adapter)]) == 2
     said = capsys.readouterr().err
     assert f"{adapter} is an adapter, not a model" in said
     assert f"nlgrpo merge {adapter}" in said

@@ -308,5 +308,5 @@ def test_training_for_majority_voting(tmp_path, monkeypatch, capfd):
     assert all(0 <= row["objective/small"] <= 1 for row in logged)
     assert cli.main(["evaluate", "run", "--n", "4", "--procedures", "maj:4", "--ns", "1", "--out", "evaluation"]) == 0
     assert "maj:4" in capfd.readouterr().out
-    assert cli.main(["train", "vote.toml", "--rewards.small.transform", "identity", "--loss.beta", "0.1"]) == 1
+    assert cli.main(["train", "vote.toml", "--rewards.small.transform", "identity", "--loss.beta", "0.1"]) == 2
     assert "'maj:4' votes over answers; it takes the reward itself" in " ".join(capfd.readouterr().err.split())

@@ -70,7 +70,7 @@ def work(tmp_path):
 def test_a_configuration_with_a_secret_is_refused_before_it_is_saved(work, capsys, key, value):
     options = {"model.path": work / "model", "data.source": work / "prompts.jsonl", "train.out": work / "run"}
     options |= {"rewards.a.function": "length(target=3)"} | {key: value}
-    assert train.main(["blank", *(part for k, v in options.items() for part in (f"--{k}", str(v)))]) == 1
+    assert train.main(["blank", *(part for k, v in options.items() for part in (f"--{k}", str(v)))]) == 2
     said = capsys.readouterr()
     assert "seems to hold" in said.err
     assert "hunter2" not in said.err + said.out
@@ -81,7 +81,7 @@ def test_a_configuration_with_a_secret_is_refused_before_it_is_saved(work, capsy
 @pytest.mark.parametrize("command", [["reward-model", "train"], ["value", "train"]])
 def test_other_trainings_refuse_secrets_too(work, capsys, command):
     key = "--data.source" if command[0] == "reward-model" else "--data.rollouts"
-    assert cli.main([*command, key, "http://me:hunter2@host/data", "--train.out", str(work / "run")]) == 1
+    assert cli.main([*command, key, "http://me:hunter2@host/data", "--train.out", str(work / "run")]) == 2
     said = capsys.readouterr()
     assert "seems to hold a password" in said.err
     assert "hunter2" not in said.err + said.out

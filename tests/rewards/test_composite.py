@@ -70,7 +70,7 @@ def test_models_inside_are_in_the_memory_plan():
 
 def test_a_part_that_fails_is_named():
     reward = Reward("x", Weighted({Length(target=0, scale=1.0): 1.0, (lambda completions: [1.0]): 1.0}))
-    with pytest.raises(RewardError, match="raised ValueError: <lambda> returned 1 values for 4 completions"):
+    with pytest.raises(RewardError, match="failed: <lambda> returned 1 values for 4 completions"):
         scores(reward)
 
 

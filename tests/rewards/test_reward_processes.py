@@ -186,7 +186,7 @@ def test_what_cannot_be_loaded_is_refused(make, says):
 
 
 def test_arguments_that_cannot_be_sent_are_named():
-    with pytest.raises(RewardError, match=r"'mine' raised ValueError: its arguments cannot be sent to a process"):
+    with pytest.raises(RewardError, match=r"'mine' failed: its arguments cannot be sent to a process"):
         scored(own("later"), answer=[lambda: None] * 4)
 
 

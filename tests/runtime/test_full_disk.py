@@ -138,12 +138,12 @@ def test_a_report_on_a_full_disk_keeps_the_old_page(tmp_path, monkeypatch, capsy
     page = (run / "report.html").read_bytes()
     for size in (10, 1000):
         with room(size):
-            assert cli.main(["report", str(run)]) == 1
+            assert cli.main(["report", str(run)]) == 2
         assert capsys.readouterr().err.startswith(f"error: cannot write into {run}: {TOO_LARGE}. Complete files stay")
         assert (run / "report.html").read_bytes() == page
         assert not list(run.glob("*.tmp"))
     (tmp_path / "file").write_text("")
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "file" / "page.html")]) == 1
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "file" / "page.html")]) == 2
     assert f"cannot write into {tmp_path / 'file'}" in capsys.readouterr().err
 
 

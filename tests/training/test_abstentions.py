@@ -242,7 +242,7 @@ def test_a_run_ends_after_steps_without_any_reward(work, capsys, mode, why):
     assert f"warning: no completion of step 1 has a reward: {why}" in shown
     assert shown.count("warning: no completion") == 1
     assert "train.max_empty_steps = 6 such steps in a row end the run" in shown
-    assert train.main(options(train__steps=30)) == 1
+    assert train.main(options(train__steps=30)) == 2
     shown = capsys.readouterr().err
     assert f"no completion has had a reward for 6 steps in a row, until step 6. In the last one: {why}" in shown
     assert "increase train.max_empty_steps = 6 (0: never ends)" in shown
@@ -266,7 +266,7 @@ def test_no_limit_of_empty_steps(work, capsys):
 def test_the_default_ends_after_20(work, capsys):
     (work / "mode").write_text("abstains")
     options = {"train__steps": 30, "train__samples_every": 0, "rollout__prompts": 1}
-    assert train.main(arguments(work, "default", {"moody": "moody"}, **options)) == 1
+    assert train.main(arguments(work, "default", {"moody": "moody"}, **options)) == 2
     (work / "mode").write_text("")
     assert "for 20 steps in a row" in capsys.readouterr().err
     assert len(read_jsonl(work / "default" / "metrics.jsonl")) == 20
@@ -274,7 +274,7 @@ def test_the_default_ends_after_20(work, capsys):
 
 def test_rewards_that_are_too_few_for_the_objective_are_named(work, capsys):
     options = {"train__steps": 3, "train__max_empty_steps": 2, "rewards__few__objective": "bon:2:unbiased"}
-    assert train.main(arguments(work, "few", {"few": "few"}, **options)) == 1
+    assert train.main(arguments(work, "few", {"few": "few"}, **options)) == 2
     assert (
         "reward 'few' abstained for 12 of 16 completions and scored 4 of 16 (bon:2:unbiased needs 2 in a group)"
         in capsys.readouterr().err
@@ -282,7 +282,7 @@ def test_rewards_that_are_too_few_for_the_objective_are_named(work, capsys):
 
 
 def test_a_limit_below_0_is_refused(work, capsys):
-    assert train.main(arguments(work, "refused", train__max_empty_steps=-1)) == 1
+    assert train.main(arguments(work, "refused", train__max_empty_steps=-1)) == 2
     assert "train.max_empty_steps = -1: allowed is >= 0 (0: never)" in capsys.readouterr().err
 
 
@@ -330,7 +330,7 @@ def test_opposed_users_learn_and_are_not_stopped(work, steps):
 def test_opposed_users_of_single_samples_learn_nothing(work, capsys):
     options = {"train__steps": 12, "train__samples_every": 0, "divergence__action": "stop"}
     options |= {f"rewards__{name}__objective": "mean" for name in ("up", "against")}
-    assert train.main(arguments(work, "cancel", {"up": "up", "against": "against"}, **options)) == 1
+    assert train.main(arguments(work, "cancel", {"up": "up", "against": "against"}, **options)) == 2
     assert "cancel each other" in capsys.readouterr().err
     assert len(read_jsonl(work / "cancel" / "metrics.jsonl")) == 10
 

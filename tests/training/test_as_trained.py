@@ -151,7 +151,7 @@ def test_prompts_are_made_as_in_training(work, capsys):
     given = json.dumps(messages)
     [row] = generated(capsys, given, "--model", str(folder / "model"))
     assert row["prompt"] == messages
-    assert cli.main(["generate", given, "--model", str(folder / "model"), "--system-prompt", "Sing."]) == 1
+    assert cli.main(["generate", given, "--model", str(folder / "model"), "--system-prompt", "Sing."]) == 2
     assert "prompts: system_prompt = 'Sing.' is not used" in capsys.readouterr().err
     [row] = generated(capsys, "2+2?", "--model", str(folder / "model"), "--no-as-trained")
     assert row["prompt"] == "2+2?"
@@ -175,7 +175,7 @@ def test_arguments_of_the_template_in_training_do_not_refuse_texts(work, capsys)
     source = work / "prompts.jsonl"
     assert len(generated(capsys, "--source", str(source), "--limit", "2", "--model", str(folder))) == 2
     more = ("--chat-template-kwargs", '{"enable_thinking": true}')
-    assert cli.main(["generate", "--source", str(source), "--model", str(folder), *more]) == 1
+    assert cli.main(["generate", "--source", str(source), "--model", str(folder), *more]) == 2
     assert "chat_template_kwargs is for the chat template" in capsys.readouterr().err
 
 
@@ -219,7 +219,7 @@ def test_an_adapter_and_its_merge_have_it_too(work, capsys):
 def test_a_damaged_file_is_named(trained, tmp_path, capsys):
     shutil.copytree(trained / "model", tmp_path / "model")
     (tmp_path / "model" / "nlgrpo.json").write_text('{"sampling": {}}')
-    assert cli.main(["generate", "w0", "--model", str(tmp_path / "model")]) == 1
+    assert cli.main(["generate", "w0", "--model", str(tmp_path / "model")]) == 2
     said = capsys.readouterr().err
     assert "nlgrpo.json cannot be read" in said
     assert "Remove the file" in said
@@ -242,12 +242,12 @@ def test_a_value_model_of_adapters_keeps_the_meaning_of_its_head(work, capsys):
     assert cli.main(["merge", str(folder / "adapter"), "--out", str(work / "merged-value")]) == 0
     tiny_model(work / "another", seed=1)
     merge = ["merge", str(folder / "adapter"), "--out", str(work / "merged-wrong")]
-    assert cli.main([*merge, "--model", str(work / "another")]) == 1
+    assert cli.main([*merge, "--model", str(work / "another")]) == 2
     said = capsys.readouterr().err
     assert f"was trained on {work / 'policy'}" in said
     assert "has other weights" in said
     (folder / "adapter" / "nlgrpo.json").write_text("[]")
-    assert cli.main(merge) == 1
+    assert cli.main(merge) == 2
     assert "nlgrpo.json cannot be read" in capsys.readouterr().err
     for place in (folder / "model", work / "merged-value"):
         model, trained = reward_model.load(str(place))
@@ -269,7 +269,7 @@ def test_an_adapter_is_merged_and_continued_on_its_own_base_only(work, capsys):
     folder = run(work, "own-base", "policy", "--lora.rank", "2", "--rollout.max-new-tokens", "4")
     tiny_model(work / "other", seed=1)
     merge = ["merge", str(folder / "adapter"), "--out", str(work / "wrong")]
-    assert cli.main([*merge, "--model", str(work / "other")]) == 1
+    assert cli.main([*merge, "--model", str(work / "other")]) == 2
     said = capsys.readouterr().err
     assert f"was trained on {work / 'policy'}" in said
     assert f"{work / 'other'} has other weights" in said
@@ -278,5 +278,5 @@ def test_an_adapter_is_merged_and_continued_on_its_own_base_only(work, capsys):
     options += ["--data.source", str(work / "prompts.jsonl"), "--rollout.prompts", "2", "--rollout.samples", "2"]
     options += ["--rewards.short.function", "length(target=3, scale=10)", "--evaluation.prompts", "0"]
     options += ["--rollout.max-new-tokens", "4"]
-    assert train.main(["blank", *options, "--train.out", str(work / "wrong-run")]) == 1
+    assert train.main(["blank", *options, "--train.out", str(work / "wrong-run")]) == 2
     assert "has other weights" in capsys.readouterr().err

@@ -349,6 +349,6 @@ def test_an_unsuitable_critic_is_reported_before_a_run_is_removed(root, prompts,
         shape = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 32} | changed
         transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(path)
     for more in (["--dry-run"], ["--train.restart"]):
-        assert train.main([*given, "--critic.path", str(path), *more]) == 1
+        assert train.main([*given, "--critic.path", str(path), *more]) == 2
         assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before

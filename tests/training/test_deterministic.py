@@ -91,7 +91,7 @@ def test_the_error_names_the_op_and_the_setting(work, tmp_path, monkeypatch, cap
         return update(learner, *arguments, **options)
 
     monkeypatch.setattr(Learner, "update", with_put)
-    assert run(work, tmp_path / "run", **{"train.deterministic": True}) == 1
+    assert run(work, tmp_path / "run", **{"train.deterministic": True}) == 2
     error = capsys.readouterr().err
     assert "error: train.deterministic: PyTorch has no deterministic version of put_ on this device" in error
     assert "train.deterministic = false" in error

@@ -79,7 +79,7 @@ def test_no_action_is_silent(work, broken, capsys):
 def test_a_run_stops_and_can_be_resumed(work, broken, capsys):
     broken("low")
     out = options(work, "stops", divergence__action="stop")
-    assert train.main(out) == 1
+    assert train.main(out) == 2
     assert "error: objective/aggregate is -" in capsys.readouterr().err
     assert steps_in(work / "stops") == [10, 20, 30]
     broken("")
@@ -135,7 +135,7 @@ def test_a_run_rolls_back_and_draws_other_samples(work, broken, monkeypatch, cap
 def test_rollbacks_have_an_end(work, broken, capsys):
     broken("low")
     limits = {"divergence__action": "rollback", "divergence__rollbacks": 2}
-    assert train.main(options(work, "ends", **limits)) == 1
+    assert train.main(options(work, "ends", **limits)) == 2
     shown = capsys.readouterr()
     assert shown.out.count("rolled back to step 30") == 2
     assert "error: objective/aggregate is -" in shown.err
@@ -147,7 +147,7 @@ def test_rollbacks_have_an_end(work, broken, capsys):
 def test_without_a_checkpoint_before_it_nothing_is_rolled_back(work, broken, capsys):
     broken("low")
     late = {"train__checkpoint_every": 40, "divergence__action": "rollback"}
-    assert train.main(options(work, "late", **late)) == 1
+    assert train.main(options(work, "late", **late)) == 2
     assert "there is no checkpoint from before step 31" in capsys.readouterr().err
 
 
@@ -163,7 +163,7 @@ def test_without_a_checkpoint_before_it_nothing_is_rolled_back(work, broken, cap
     ],
 )
 def test_impossible_settings_are_refused(work, capsys, more, text):
-    assert train.main(options(work, "refused", **more)) == 1
+    assert train.main(options(work, "refused", **more)) == 2
     assert text in capsys.readouterr().err
 
 

@@ -206,7 +206,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens(work):
     ],
 )
 def test_what_is_refused(work, changes, message, capsys):
-    assert train.main(run_of(work, "refused", train__restart=True, **changes)) == 1
+    assert train.main(run_of(work, "refused", train__restart=True, **changes)) == 2
     assert message in capsys.readouterr().err
 
 
@@ -217,5 +217,5 @@ def test_commands_without_environments(work, command, capsys):
     arguments = run_of(work, command, evaluation__prompts=2)
     arguments = [part.replace("--train.out", "--out") for part in arguments]
     model = [str(work / "model")] if command == "evaluate" else []
-    assert cli.main([command, *model, *arguments]) == 1
+    assert cli.main([command, *model, *arguments]) == 2
     assert "has no environments" in capsys.readouterr().err

@@ -174,13 +174,13 @@ def test_a_run_continues_an_adapter(work, capsys):
     config = json.loads((work / "third" / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 6.0)
     capsys.readouterr()
-    assert train.main([*options, "--lora.rank", "4"]) == 1
+    assert train.main([*options, "--lora.rank", "4"]) == 2
     assert "the adapter defines its rank; leave 0" in capsys.readouterr().err
-    assert train.main(run_of(work, "none", lora__rank=0, lora__path=work / "policy")) == 1
+    assert train.main(run_of(work, "none", lora__rank=0, lora__path=work / "policy")) == 2
     assert "is not an adapter in PEFT's format" in capsys.readouterr().err
-    assert train.main(run_of(work, "none", lora__target_modules="c_attn")) == 1
+    assert train.main(run_of(work, "none", lora__target_modules="c_attn")) == 2
     assert "a llama model has no linear layer 'c_attn'" in capsys.readouterr().err
-    assert train.main(run_of(work, "none", optim__algorithm="muon")) == 1
+    assert train.main(run_of(work, "none", optim__algorithm="muon")) == 2
     assert "'muon' trains the matrices that adapters freeze; use 'adamw'" in capsys.readouterr().err
 
 
@@ -244,7 +244,7 @@ def test_merge_refuses_bad_input(work, capsys, tmp_path):
         ([str(work / "policy"), "--out", str(tmp_path / "x")], "has no adapter_config.json, so it is not an adapter"),
         ([str(work / "nowhere"), "--out", str(tmp_path / "x")], "has no adapter_config.json"),
     ):
-        assert cli.main(["merge", *arguments]) == 1
+        assert cli.main(["merge", *arguments]) == 2
         assert said in capsys.readouterr().err
     assert train.main(run_of(work, "for-merge", train__steps=1)) == 0
     adapter = str(work / "for-merge" / "adapter")
@@ -254,7 +254,7 @@ def test_merge_refuses_bad_input(work, capsys, tmp_path):
         (["--out", str(tmp_path / "x"), "--model", str(work / "none")], "is neither a directory, nor embedded"),
     ):
         capsys.readouterr()
-        assert cli.main(["merge", adapter, *arguments]) == 1
+        assert cli.main(["merge", adapter, *arguments]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
@@ -290,5 +290,5 @@ def test_a_reward_model_starts_from_a_run_and_is_merged_into_it(work):
 
 def test_values_cannot_train_the_head_alone_with_adapters(work, capsys):
     arguments = ["--data.rollouts", str(work / "x"), "--train.head-only", "--lora.rank", "2"]
-    assert cli.main(["value", "train", *arguments]) == 1
+    assert cli.main(["value", "train", *arguments]) == 2
     assert "train.head_only = True: allowed is false with adapters" in capsys.readouterr().err

@@ -138,17 +138,17 @@ def test_the_refusal_can_be_turned_off():
 def test_training_is_refused_on_a_machine_that_is_too_small(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(host_memory, "of_machine", lambda: (200 * 2**20, 100 * 2**20))
     out = tmp_path / "run"
-    assert train.main(["length-bon", "--train.out", str(out)]) == 1
+    assert train.main(["length-bon", "--train.out", str(out)]) == 2
     error = capsys.readouterr().err
     assert "the run needs about" in error
     assert "the machine has 200.0 MiB" in error
     assert not out.exists()
-    assert train.main(["length-bon", "--train.out", str(out), "--dry-run"]) == 1
+    assert train.main(["length-bon", "--train.out", str(out), "--dry-run"]) == 2
     assert train.main(["length-bon", "--train.out", str(out), "--dry-run", "--train.check_memory", "False"]) == 0
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(host_memory, "of_machine", lambda: (2**32, 2**32))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert train.main(["length-bon", "--train.out", str(tmp_path / "run"), "--dry-run"]) == 1
+    assert train.main(["length-bon", "--train.out", str(tmp_path / "run"), "--dry-run"]) == 2
     assert "each of 8 ranks of the machine has 512.0 MiB" in capsys.readouterr().err

@@ -273,7 +273,7 @@ def test_a_reward_without_samples_of_the_reference_is_refused(root, tmp_path, ca
         calibrated_of(root, **more, calibration__rollouts=tmp_path / "never")
     more |= {"rewards__first__function": f"{root / 'rewards.py'}:fails", "rewards__first__on_error": "skip"}
     drawn = options(root, **more, calibration__missing="draw", calibration__samples=4, train__out=tmp_path / "fails")
-    assert train.main(drawn) == 1
+    assert train.main(drawn) == 2
     assert "failed for samples of the reference at 4 of 4 prompts; one of first" in capsys.readouterr().err
 
 
@@ -283,7 +283,7 @@ def test_a_failed_calibration_stops_the_run_with_a_checkpoint(root, rollouts, tm
 
     monkeypatch.setattr("nlgrpo.training.reference_rewards.calibrate", fail)
     more = {"rewards__first__transform": "identity", "calibration__rollouts": rollouts}
-    assert train.main(options(root, **more, train__out=tmp_path / "run")) == 1
+    assert train.main(options(root, **more, train__out=tmp_path / "run")) == 2
     assert "error: cannot calibrate a reward on samples of the reference: no curve" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoints").is_dir()
 

@@ -16,6 +16,7 @@ from nlgrpo import cli, train
 from nlgrpo.config.schema import OptimConfig
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.rollouts.sampler import Sampler
+from nlgrpo.errors import UserError
 from nlgrpo.model import decoder
 from nlgrpo.runtime import checkpoint
 from nlgrpo.training.learner import make_optimizer
@@ -85,7 +86,7 @@ def config(folder, **changes):
     ],
 )  # fmt: skip
 def test_options(folder, capsys, more, says):
-    assert train.main([*options(more), "--dry-run"]) == 1
+    assert train.main([*options(more), "--dry-run"]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -106,7 +107,7 @@ def test_options(folder, capsys, more, says):
 )
 def test_files(folder, capsys, file, content, says):
     (folder / "prompts.jsonl" if file == "prompts" else folder / "model" / file).write_text(content)
-    assert train.main([*options(), "--dry-run"]) == 1
+    assert train.main([*options(), "--dry-run"]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -156,14 +157,14 @@ def test_files(folder, capsys, file, content, says):
 )
 def test_models(folder, capsys, changes, says):
     config(folder, **changes)
-    assert train.main([*options(), "--dry-run"]) == 1
+    assert train.main([*options(), "--dry-run"]) == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{"num_key_value_heads": 3}, {"num_attention_heads": 5}, {"hidden_act": "nope"}])
 def test_a_broken_config_of_a_known_family_is_refused(folder, capsys, changes):
     config(folder, **changes)
-    assert cli.main(["generate", "w1", "--model=model", "--max-new-tokens=2"]) == 1
+    assert cli.main(["generate", "w1", "--model=model", "--max-new-tokens=2"]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "config.json" in said or "cannot be loaded by transformers: KeyError('nope')" in said
@@ -176,7 +177,7 @@ def test_a_model_without_a_tokenizer(folder, capsys, family):
     tiny_model(folder / "model", family)
     for path in folder.glob("model/*token*"):
         path.unlink()
-    assert train.main([*options(), "--dry-run"]) == 1
+    assert train.main([*options(), "--dry-run"]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
 
 
@@ -184,7 +185,7 @@ def test_a_model_without_a_tokenizer(folder, capsys, family):
 def test_a_folder_whose_configuration_is_damaged(folder, capsys, content):
     (folder / "run").mkdir()
     (folder / "run" / "config.json").write_text(content)
-    assert train.main(options()) == 1
+    assert train.main(options()) == 2
     assert "run/config.json is damaged" in capsys.readouterr().err
     assert (folder / "run" / "config.json").read_text() == content
 
@@ -193,7 +194,7 @@ def test_the_folder_of_a_run_in_place_of_its_model(folder, capsys):
     assert train.main(options("--train.steps=1")) == 0
     capsys.readouterr()
     for arguments in (["generate", "w1", "--model=run"], ["train", *options("--model.path=run", "--train.out=other")]):
-        assert cli.main(arguments) == 1
+        assert cli.main(arguments) == 2
         assert (
             "run is the folder of a run, not a model; a finished run has its model in run/model"
             in capsys.readouterr().err
@@ -223,7 +224,7 @@ def test_a_configuration_with_a_byte_order_mark_and_a_tilde(folder, monkeypatch)
 )
 def test_weights_that_overflow_end_the_run(folder, capsys, more, says):
     run = options(*more, "--rewards.x.function=rewards.py:huge", "--train.checkpoint-every=1")
-    assert train.main(run) == 1
+    assert train.main(run) == 2
     assert says in capsys.readouterr().err
     assert not (folder / "run" / "model").exists()
     model = decoder.load("model")
@@ -238,7 +239,7 @@ def test_weights_that_are_not_finite_are_never_written(folder, capsys, monkeypat
             self.param_groups[0]["params"][-1].view(-1)[3] = bad
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    assert train.main(options("--train.steps=1")) == 1
+    assert train.main(options("--train.steps=1")) == 2
     assert "weight has NaN or infinite values; nothing was saved" in capsys.readouterr().err
     assert not list(folder.glob("run/checkpoints/*"))
     assert not (folder / "run" / "model").exists()
@@ -249,7 +250,7 @@ def test_weights_that_were_never_finite(folder, capsys):
     weights = load_file(folder / "model" / "model.safetensors")
     weights["model.embed_tokens.weight"][-1] = float("nan")
     save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
-    assert train.main(options()) == 1
+    assert train.main(options()) == 2
     assert "embed.weight has NaN or infinite values in model, before any training" in capsys.readouterr().err
 
 
@@ -257,13 +258,13 @@ def test_a_failure_on_one_rank_ends_all_with_its_message(folder, monkeypatch):
     def fails(self, model, batch, draw=Sampler.draw):
         rollout = draw(self, model, batch)
         if os.environ["RANK"] == "1":
-            raise ValueError("the model's logits are not finite")
+            raise UserError("the model's logits are not finite")
         return rollout
 
     monkeypatch.setattr(Sampler, "draw", fails)
     ended = fork_ranks(lambda: train.main(options()))
     output = "".join(end.output for end in ended)
-    assert [end.status for end in ended] == [1, 1]
+    assert [end.status for end in ended] == [2, 2]
     assert output.count("error: the model's logits are not finite") == 1
     assert "Connection closed" not in output
 
@@ -276,7 +277,7 @@ def test_the_end_of_another_rank_is_one_line(folder, monkeypatch):
 
     monkeypatch.setattr(Sampler, "draw", ends)
     first, second = fork_ranks(lambda: train.main(options()))
-    assert (first.status, second.status) == (1, 3)
+    assert (first.status, second.status) == (2, 3)
     assert "error: rank 0 has lost the connection to another rank, which has ended: " in first.output
     assert "Traceback" not in first.output
 
@@ -284,7 +285,7 @@ def test_the_end_of_another_rank_is_one_line(folder, monkeypatch):
 def test_a_failure_in_a_pass_by_block_ends_all_ranks_with_its_message(folder, monkeypatch):
     def fails(self, *arguments, layer, run_block=KVCache.run_block, **options):
         if os.environ["RANK"] == "1" and layer == 1:
-            raise ValueError("no second layer")
+            raise UserError("no second layer")
         return run_block(self, *arguments, layer=layer, **options)
 
     def main() -> int:
@@ -293,7 +294,7 @@ def test_a_failure_in_a_pass_by_block_ends_all_ranks_with_its_message(folder, mo
 
     monkeypatch.setattr(KVCache, "run_block", fails)
     ended = fork_ranks(main)
-    assert [end.status for end in ended] == [1, 1]
+    assert [end.status for end in ended] == [2, 2]
     assert "".join(end.output for end in ended).count("error: no second layer") == 1
 
 
@@ -318,7 +319,7 @@ def test_a_reward_failure_on_one_rank_ends_all_with_its_message(folder, when):
 
 
 def test_a_temperature_just_above_0(folder, capsys):
-    assert train.main(options("--rollout.temperature=1e-45")) == 1
+    assert train.main(options("--rollout.temperature=1e-45")) == 2
     assert "are not finite" in capsys.readouterr().err
 
 
@@ -377,5 +378,5 @@ def test_a_model_of_a_known_family_with_another_rotary_embedding_is_run_by_trans
     ],
 )
 def test_keys_of_the_data_that_would_be_ignored(folder, capsys, more, says):
-    assert train.main([*options(*more), "--dry-run"]) == 1
+    assert train.main([*options(*more), "--dry-run"]) == 2
     assert says in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_changed_input_is_refused_by_name_and_allowed_by_name(name, work, caps
     assert train.main(arguments(work)) == 0
     before = {path.name: path.read_bytes() for path in (work / "run").iterdir() if path.is_file()}
     CHANGES[name](work)
-    assert train.main(arguments(work, steps=2)) == 1
+    assert train.main(arguments(work, steps=2)) == 2
     said = capsys.readouterr().err
     assert f"  {kind}: other " in said
     assert f"--train.allow-changed {kind} " in said
@@ -102,7 +102,7 @@ def test_a_changed_input_is_refused_by_name_and_allowed_by_name(name, work, caps
     if name in KINDS:  # another way to change something of the same kind
         return
     others = [other for other in run_inputs.KINDS if other != kind]
-    assert train.main(arguments(work, "--train.allow-changed", *others, steps=2)) == 1
+    assert train.main(arguments(work, "--train.allow-changed", *others, steps=2)) == 2
     capsys.readouterr()
     assert train.main(arguments(work, "--train.allow-changed", kind, steps=2)) == 0
     shown = capsys.readouterr()
@@ -137,9 +137,9 @@ def test_inputs_that_were_not_recorded(work, capsys):
     assert train.main(arguments(work, steps=2)) == 0
     assert "began before inputs were recorded" in capsys.readouterr().err
     CHANGES["data"](work)
-    assert train.main(arguments(work, steps=3)) == 1
+    assert train.main(arguments(work, steps=3)) == 2
     (work / "run" / run_inputs.FILE).write_text("[]")
-    assert train.main(arguments(work, steps=3)) == 1
+    assert train.main(arguments(work, steps=3)) == 2
     assert "inputs.json cannot be read" in capsys.readouterr().err
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_has_not_trained_may_change(work, capsys):
     """A reward that fails before the first checkpoint can be corrected, and a restart compares nothing."""
     fails = f"def short(prompts, **_):\n    return [float(open({str(work / 'value')!r}).read())] * len(prompts)\n"
     (work / "rewards.py").write_text(fails)
-    assert train.main(arguments(work)) == 1
+    assert train.main(arguments(work)) == 2
     (work / "value").write_text("1.0")  # this process imports the file once
     append(work / "rewards.py", "# corrected\n")
     assert train.main(arguments(work)) == 0
@@ -163,7 +163,7 @@ def test_an_evaluation_before_training_belongs_to_its_inputs(work, capsys):
     assert train.main(arguments(work, *evaluated)) == 0
     shutil.rmtree(work / "run" / "checkpoints")
     CHANGES["rewards"](work)
-    assert train.main(arguments(work, *evaluated)) == 1
+    assert train.main(arguments(work, *evaluated)) == 2
     assert "  rewards: other " in capsys.readouterr().err
 
 
@@ -206,7 +206,7 @@ def test_a_stream_has_no_digest_and_says_so(work, capsys):
     CHANGES["data"](work)
     assert train.main(arguments(work, *more, steps=2)) == 0
     CHANGES["held out"](work)  # these are not streamed
-    assert train.main(arguments(work, *more, steps=3)) == 1
+    assert train.main(arguments(work, *more, steps=3)) == 2
     assert "  data: other " in capsys.readouterr().err
 
 
@@ -238,12 +238,12 @@ def test_templates(tmp_path, capsys):
 
         encode = ChatOptions.encode
         patched.setattr(ChatOptions, "encode", lambda *a, **k: [*encode(*a, **k), 7])  # a year later
-        assert train.main(command(2)) == 1
+        assert train.main(command(2)) == 2
         said = capsys.readouterr().err
         assert "template: other token ids of the same prompts" in said
         assert "--train.allow-changed template " in said
     rendered(dated + "!")
-    assert train.main(command(2)) == 1
+    assert train.main(command(2)) == 2
     assert "template: other chat template of" in capsys.readouterr().err
     assert train.main(command(2, "--train.allow-changed", "template")) == 0
     capsys.readouterr()
@@ -254,7 +254,7 @@ def test_templates(tmp_path, capsys):
 
 def test_names_of_inputs_are_checked(work, capsys):
     (work / "run.toml").write_text('[train]\nallow_changed = ["dta"]\n')
-    assert train.main([str(work / "run.toml"), *arguments(work)[1:], "--dry-run"]) == 1
+    assert train.main([str(work / "run.toml"), *arguments(work)[1:], "--dry-run"]) == 2
     said = capsys.readouterr().err
     assert "train.allow_changed = 'dta'" in said
     assert "'data' or 'rewards'" in said
@@ -263,7 +263,7 @@ def test_names_of_inputs_are_checked(work, capsys):
 def test_fewer_steps_than_the_run_has(work, capsys):
     assert train.main(arguments(work, steps=3)) == 0
     before = {path.name: path.read_bytes() for path in (work / "run").iterdir() if path.is_file()}
-    assert train.main(arguments(work, steps=2)) == 1
+    assert train.main(arguments(work, steps=2)) == 2
     said = capsys.readouterr().err
     assert "has 3 steps already" in said
     assert "this command asks for 2" in said
@@ -284,11 +284,11 @@ def pairs_of(work, *more):
 def test_reward_models_compare_their_pairs_and_model(work, capsys):
     assert cli.main(pairs_of(work)) == 0
     append(work / "pairs.jsonl", '{"prompt": "w1 ", "chosen": "w2", "rejected": "w3"}\n')
-    assert cli.main(pairs_of(work)) == 1
+    assert cli.main(pairs_of(work)) == 2
     assert "  data: other examples" in capsys.readouterr().err
     assert cli.main(pairs_of(work, "--train.allow-changed", "data")) == 0
     another_model(work)
-    assert cli.main(pairs_of(work)) == 1
+    assert cli.main(pairs_of(work)) == 2
     assert "  model: other config.json or weights" in capsys.readouterr().err
 
 
@@ -296,7 +296,7 @@ def test_a_reward_model_whose_pairs_have_become_fewer(work, capsys):
     assert cli.main(pairs_of(work)) == 0
     lines = (work / "pairs.jsonl").read_text().splitlines(keepends=True)
     (work / "pairs.jsonl").write_text("".join(lines[:4]))
-    assert cli.main(pairs_of(work, "--train.allow-changed", "data")) == 1
+    assert cli.main(pairs_of(work, "--train.allow-changed", "data")) == 2
     assert "has 2 steps already, and this command asks for 1" in capsys.readouterr().err
 
 

@@ -75,10 +75,10 @@ def test_a_reward_that_hangs_is_skipped_and_the_run_goes_on(work, process, capsy
 
 def test_a_run_that_a_reward_has_stopped_resumes_in_a_process(work, capsys):
     changes = {"rewards__hangs__timeout": 1, "train__steps": 3}
-    assert train.main(arguments(work, "resumed", {"hangs": "hangs"}, **changes)) == 1
+    assert train.main(arguments(work, "resumed", {"hangs": "hangs"}, **changes)) == 2
     assert "error: reward 'hangs' did not return within its timeout of 1 s (step 1" in capsys.readouterr().err
     changes |= {"rewards__hangs__process": True, "rewards__hangs__timeout": 2}
-    assert train.main(arguments(work, "resumed", {"hangs": "hangs"}, **changes)) == 1
+    assert train.main(arguments(work, "resumed", {"hangs": "hangs"}, **changes)) == 2
     said = capsys.readouterr()
     assert "resuming from step 1" in said.out
     assert "did not return within its timeout of 2 s (step 1" in said.err

@@ -268,7 +268,7 @@ def test_from_a_checkpoint_of_the_main_job(work):
 
 def test_another_configuration_is_refused_in_the_same_folder(work, capsys):
     assert reward_model_command.main(arguments(work, "claimed", train__epochs=0.3)) == 0
-    assert reward_model_command.main(arguments(work, "claimed", train__epochs=0.3, optim__lr=0.02)) == 1
+    assert cli.main(["reward-model", *arguments(work, "claimed", train__epochs=0.3, optim__lr=0.02)]) == 2
     assert "optim.lr: 0.01 -> 0.02" in capsys.readouterr().err
     restart = arguments(work, "claimed", "--train.restart", train__epochs=0.3, optim__lr=0.02)
     assert reward_model_command.main(restart) == 0
@@ -355,7 +355,7 @@ def test_columns_need_three_names():
 def test_invalid_input_ends_in_a_message(work, capsys, more, message):
     more = [str(work / "pairs.jsonl") if part == "SOURCE" else part for part in more]
     try:
-        status = reward_model_command.main([*arguments(work, "bad"), *more])
+        status = cli.main(["reward-model", *[*arguments(work, "bad"), *more]])
     except SystemExit as ended:  # of tyro, whose message is its own
         status = ended.code
     said = capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_invalid_input_ends_in_a_message(work, capsys, more, message):
 
 @pytest.mark.parametrize(("command", "said"), [([], r"value \.\.\.\]$"), (["serve"], "got 'serve'$")])
 def test_other_subcommands(capsys, command, said):
-    assert reward_model_command.main(command) == 1
+    assert cli.main(["reward-model", *command]) == 2
     assert re.search(said, capsys.readouterr().err.strip())
 
 

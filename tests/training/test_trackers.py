@@ -245,7 +245,7 @@ def test_wandb_without_a_key_does_not_ask_for_one(tmp_path, monkeypatch, capsys)
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     log_run(tmp_path / "run", "wandb", 2)
-    warning = "wandb gets nothing more: ValueError: no API key; run wandb login, or set WANDB_MODE=offline"
+    warning = "wandb gets nothing more: UserError: no API key; run wandb login, or set WANDB_MODE=offline"
     assert capsys.readouterr().err.count(warning) == 1
 
 
@@ -363,11 +363,11 @@ def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
 
 
 def test_unknown_and_missing_trackers_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):
-    assert train.main([*TINY, "--train.track", "wandb", "wnb", "--train.out", str(tmp_path / "run")]) == 1
+    assert train.main([*TINY, "--train.track", "wandb", "wnb", "--train.out", str(tmp_path / "run")]) == 2
     allowed = "allowed are 'wandb', 'trackio', 'mlflow', 'tensorboard'"
     assert f"train.track = ['wandb', 'wnb']: {allowed}" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert train.main([*TINY, "--train.track", "wandb", "--train.out", str(tmp_path / "run")]) == 1
+    assert train.main([*TINY, "--train.track", "wandb", "--train.out", str(tmp_path / "run")]) == 2
     assert "train.track has 'wandb', which is not installed: run pip install nlgrpo[wandb]" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

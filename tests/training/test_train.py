@@ -296,7 +296,7 @@ def test_starting_a_finished_run_again(work, capsys, monkeypatch):
     assert (work / "again" / "metrics.jsonl").read_bytes() == logged
     assert weights(work / "again") == exported
 
-    assert train.main([*options, "--optim.lr", "0.02", "--rollout.samples", "6"]) == 1
+    assert train.main([*options, "--optim.lr", "0.02", "--rollout.samples", "6"]) == 2
     message = capsys.readouterr().err
     assert "optim.lr: 0.01 -> 0.02" in message
     assert "rollout.samples: 4 -> 6" in message
@@ -323,14 +323,14 @@ def test_the_number_of_steps_may_not_change_with_a_schedule(work, capsys):
     """Another number of steps would have changed the learning rates from the first step on."""
     options = {"optim__schedule": "linear", "train__checkpoint_every": 1}
     assert train.main(arguments(work, "falls", train__steps=2, **options)) == 0
-    assert train.main(arguments(work, "falls", train__steps=4, **options)) == 1
+    assert train.main(arguments(work, "falls", train__steps=4, **options)) == 2
     assert "train.steps: 2 -> 4" in capsys.readouterr().err
 
 
 def test_the_number_of_held_out_prompts_may_not_change(work, capsys):
     """Holding out more of them would change the training prompts."""
     assert train.main(arguments(work, "held", train__steps=1)) == 0
-    assert train.main(arguments(work, "held", train__steps=2, evaluation__prompts=3)) == 1
+    assert train.main(arguments(work, "held", train__steps=2, evaluation__prompts=3)) == 2
     assert "evaluation.prompts: 0 -> 3" in capsys.readouterr().err
     assert train.main(arguments(work, "held", train__steps=2, evaluation__samples=5)) == 0
 
@@ -362,7 +362,7 @@ def test_one_process_at_a_time_uses_a_folder(work, capsys):
         capsys.readouterr()
         before = sorted((work / "idle").iterdir())
         for more in ([], ["--train.restart"]):
-            assert train.main([*arguments(work, "idle", train__steps=1), *more]) == 1
+            assert train.main([*arguments(work, "idle", train__steps=1), *more]) == 2
             assert f"idle is used by process {other.pid} on" in capsys.readouterr().err
         assert sorted((work / "idle").iterdir()) == before
     finally:
@@ -430,11 +430,11 @@ def test_a_folder_without_a_run_is_not_changed(work, capsys):
     (work / "other").mkdir()
     (work / "other" / "thesis.tex").write_text("x")
     for extra in ([], ["--train.restart"]):
-        assert train.main([*arguments(work, "other"), *extra]) == 1
+        assert train.main([*arguments(work, "other"), *extra]) == 2
         assert "holds no run; choose another folder" in capsys.readouterr().err
     assert [path.name for path in (work / "other").iterdir()] == ["thesis.tex"]
     (work / "file").write_text("x")
-    assert train.main(arguments(work, "file")) == 1
+    assert train.main(arguments(work, "file")) == 2
     assert "holds no run" in capsys.readouterr().err
     (work / "empty").mkdir()
     assert train.main(arguments(work, "empty", train__steps=0)) == 0
@@ -466,14 +466,14 @@ def unfailing(work):
 def test_a_failed_reward_saves_a_checkpoint_and_resumes_once_fixed(work, unfailing, capsys, mode, words):
     options = arguments(work, f"fickle {mode}", **FICKLE)
     (work / "mode").write_text(mode)
-    assert train.main(options) == 1
+    assert train.main(options) == 2
     message = capsys.readouterr().err
     assert f"error: reward 'fickle' {words}" in message
     assert ("Traceback" in message) == (mode == "raise")
     saved = work / f"fickle {mode}" / "checkpoints" / "step-00000003"
     assert checkpoint.verify(saved) is None
     assert json.loads((saved / "state.json").read_text())["state"]["step"] == 3
-    assert train.main(options) == 1  # not fixed yet
+    assert train.main(options) == 2  # not fixed yet
     (work / "mode").write_text("")
     assert train.main(options) == 0
     assert "resuming from step 3" in capsys.readouterr().out
@@ -644,7 +644,7 @@ def test_the_plan_says_that_the_kl_is_only_logged(work, capsys):
     assert train.main([*arguments(work, "planned", loss__beta=0.0), "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "KL" not in shown.partition("objective")[2].partition("step")[0]
-    assert train.main([*arguments(work, "planned", loss__beta=0.0), "--loss.log-kl-every", "-1", "--dry-run"]) == 1
+    assert train.main([*arguments(work, "planned", loss__beta=0.0), "--loss.log-kl-every", "-1", "--dry-run"]) == 2
     assert "loss.log_kl_every = -1: allowed is >= 0" in capsys.readouterr().err
 
 
@@ -704,7 +704,7 @@ def test_a_distortion_from_the_users_file(work, capsys):
         linear = [-sum(w[k] * (r[k + 1] - r[k]) for k in range(j, 3)) for j in range(4)]
         assert [row["advantage"] for row in rows] == pytest.approx([x - sum(linear) / 4 for x in linear]), line
     options[options.index("--train.out") + 1] = str(work / "none")
-    assert train.main([*options, "--rewards.digest.objective", "distortion:rank.py:nothing"]) == 1
+    assert train.main([*options, "--rewards.digest.objective", "distortion:rank.py:nothing"]) == 2
     assert "there is no file 'rank.py'" in capsys.readouterr().err
 
 
@@ -844,7 +844,7 @@ def test_a_gradient_that_is_not_finite_stops_before_its_step(work, capsys, monke
         return original(model, max_norm, **more)
 
     monkeypatch.setattr(learner, "clip_gradients", poisoned)
-    assert train.main(arguments(work, "poisoned", **{"train.checkpoint_every": 1})) == 1
+    assert train.main(arguments(work, "poisoned", **{"train.checkpoint_every": 1})) == 2
     assert "the norm of the gradient is nan" in capsys.readouterr().err
     assert not (work / "poisoned" / "model").exists()
     assert steps_in(work / "poisoned") == [1, 2]

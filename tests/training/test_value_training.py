@@ -343,7 +343,7 @@ def test_runs_of_older_versions_resume(work, capsys):
     assert saved["data"].pop("drop_equal") is saved["train"].pop("head_only") is False
     file.write_text(json.dumps(saved))
     capsys.readouterr()
-    assert cli.main(arguments(work, "older", train__head_only="True")) == 1
+    assert cli.main(arguments(work, "older", train__head_only="True")) == 2
     assert "train.head_only: False -> True" in capsys.readouterr().err
     assert cli.main(arguments(work, "older")) == 0
     assert "resuming from step" in capsys.readouterr().out
@@ -422,7 +422,7 @@ def test_prompts_of_equal_rewards_are_dropped(work, capsys):
     assert cli.main([*rolled_out(work, "ones"), "--rewards.one.function", f"{work / 'one.py'}:one"]) == 0
     capsys.readouterr()
     given = {"data__rollouts": work / "ones", "data__rewards": "one", "data__drop_equal": "True"}
-    assert cli.main(arguments(work, "refused", **given)) == 1
+    assert cli.main(arguments(work, "refused", **given)) == 2
     assert "data.drop_equal needs prompts with different rewards" in capsys.readouterr().err
 
 
@@ -464,7 +464,7 @@ def test_no_prompt_is_on_both_sides(work):
     ],
 )
 def test_invalid_input_is_refused(work, capsys, changes, message):
-    assert cli.main(arguments(work, "refused", **changes)) == 1
+    assert cli.main(arguments(work, "refused", **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (work / "refused").exists()
 
@@ -472,13 +472,13 @@ def test_invalid_input_is_refused(work, capsys, changes, message):
 def test_tokens_that_a_value_model_does_not_have(work, tmp_path, capsys):
     """A policy's embedding may have more rows than the shared tokenizer and the value model have tokens."""
     tiny_model(tmp_path / "small", "gpt2", vocab_size=8)
-    assert cli.main(arguments(work, "refused", model__path=tmp_path / "small")) == 1
+    assert cli.main(arguments(work, "refused", model__path=tmp_path / "small")) == 2
     assert "small has a vocabulary of 8, but the rollouts have the token id " in capsys.readouterr().err
 
 
 def test_compression_that_is_refused(work, tmp_path, capsys):
     def refused(**changes):
-        assert cli.main(arguments(work, "refused", "compress", **changes)) == 1
+        assert cli.main(arguments(work, "refused", "compress", **changes)) == 2
         return capsys.readouterr().err
 
     assert "compress.values is empty" in refused()
@@ -546,9 +546,9 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
 
 
 def test_the_command(work, capsys):
-    assert cli.main(["value"]) == 1
+    assert cli.main(["value"]) == 2
     assert "expected: nlgrpo value (train|compress) [file.toml] [--section.key value ...]" in capsys.readouterr().err
-    assert cli.main(["value", "fit"]) == 1
+    assert cli.main(["value", "fit"]) == 2
     assert "got 'fit'" in capsys.readouterr().err
     assert cli.main([*arguments(work, "planned"), "--dry-run"]) == 0
     shown = capsys.readouterr().out

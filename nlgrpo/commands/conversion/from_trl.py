@@ -19,6 +19,7 @@ from nlgrpo.commands.conversion.trl_files import read
 from nlgrpo.commands.conversion.trl_output import Converted
 from nlgrpo.commands.conversion.trl_script import EVALUATION, KIND, PEFT
 from nlgrpo.config import comparing, schema, validate
+from nlgrpo.errors import UserError
 
 # Options that choose the trainer where a file does not name it.
 ONLY_RLOO = trl_options.RLOO.keys() - trl_options.GRPO.keys()
@@ -31,20 +32,20 @@ AT_LEAST_ONE = (
 def convert(options: Mapping[str, Any], world: int = 1) -> Converted:
     """Convert options of TRL; those that are absent have TRL's defaults. ``world``: number of processes.
 
-    Raises ValueError for values that TRL refuses.
+    Raises UserError for values that TRL refuses.
     """
     if world < 1:
-        raise ValueError(f"processes = {world}: expected at least 1")
+        raise UserError(f"processes = {world}: expected at least 1")
     trainer = options.get(KIND) or ("rloo" if ONLY_RLOO & options.keys() else "grpo")
     known = trl_options.known(trainer)
     typed = {name: trl_options.typed(name, value, known[name]) for name, value in options.items() if name in known}
     given = {**trl_options.defaults(known), **typed, **{name: options.get(name) for name in (KIND, PEFT, EVALUATION)}}
     for name in AT_LEAST_ONE:
         if given[name] is not None and given[name] < 1:
-            raise ValueError(f"{name} = {given[name]}: expected at least 1")
+            raise UserError(f"{name} = {given[name]}: expected at least 1")
     for name in ("warmup_steps", "warmup_ratio", "save_steps"):
         if not 0 <= given[name] < math.inf:
-            raise ValueError(f"{name} = {given[name]}: expected a number of steps, or a share of them below 1")
+            raise UserError(f"{name} = {given[name]}: expected a number of steps, or a share of them below 1")
     out = Converted()
     _batches(given, out, world)
     _model(given, out)
@@ -90,12 +91,12 @@ def _batches(given: dict[str, Any], out: Converted, world: int) -> None:
     """TRL counts completions per device, and optimizer steps; nlgrpo prompts of a rollout, and rollouts."""
     if given["num_processes"] and world not in (1, given["num_processes"]):
         of_file = given["num_processes"]
-        raise ValueError(f"the file has num_processes = {of_file}, and --processes is {world}; give one of them")
+        raise UserError(f"the file has num_processes = {of_file}, and --processes is {world}; give one of them")
     per_step = given["per_device_train_batch_size"] * (given["num_processes"] or world)
     accumulated = given["gradient_accumulation_steps"]
     samples = given["num_generations"]
     if given["generation_batch_size"] and given["steps_per_generation"]:
-        raise ValueError("generation_batch_size and steps_per_generation: TRL takes only one of them")
+        raise UserError("generation_batch_size and steps_per_generation: TRL takes only one of them")
     steps = given["steps_per_generation"] or accumulated
     if given["generation_batch_size"]:
         steps, over = divmod(given["generation_batch_size"], per_step)
@@ -181,7 +182,7 @@ def _dtype(given: Mapping[str, Any], out: Converted) -> None:
         if stored == "auto":
             out.notes.append("model.dtype: TRL computes in the dtype of the stored weights")
     if stored not in ("float32", "bfloat16", "float16", "auto", "None"):
-        raise ValueError(f"dtype = {stored!r}: expected auto, bfloat16, float16 or float32")
+        raise UserError(f"dtype = {stored!r}: expected auto, bfloat16, float16 or float32")
 
 
 def _table(name: str, value: Any) -> dict[str, Any]:
@@ -189,11 +190,11 @@ def _table(name: str, value: Any) -> dict[str, Any]:
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{name} = {value!r} is not JSON: {error}") from error
+        raise UserError(f"{name} = {value!r} is not JSON: {error}") from error
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise ValueError(f"{name} = {value!r}: expected a table, such as {{key: value}}")
+        raise UserError(f"{name} = {value!r}: expected a table, such as {{key: value}}")
     return dict(found)
 
 
@@ -231,7 +232,7 @@ def _source(name: str, config: str | None, out: Converted) -> str:
 def _mixture(parts: Any, out: Converted) -> tuple[str, str | None, str]:
     """Name, configuration and split of the only entry of ``datasets``; several are noted."""
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        raise ValueError(f"datasets = {parts!r}: expected a list of tables with path, name, split")
+        raise UserError(f"datasets = {parts!r}: expected a list of tables with path, name, split")
     if len(parts) > 1:
         names = ", ".join(str(part.get("path")) for part in parts)
         out.notes.append(f"datasets: TRL concatenates {names}; join them in one file, or weigh them in data.mixture")
@@ -290,7 +291,7 @@ def _vllm(given: Mapping[str, Any], out: Converted) -> None:
         out.set("vllm.gpu_memory", given["vllm_gpu_memory_utilization"])
         out.set("vllm.sleep", given["vllm_enable_sleep_mode"])
     else:
-        raise ValueError(f"vllm_mode = {given['vllm_mode']!r}: expected server or colocate")
+        raise UserError(f"vllm_mode = {given['vllm_mode']!r}: expected server or colocate")
     if given.get("vllm_importance_sampling_correction"):  # not in RLOOConfig
         _correction(given, out)
 
@@ -301,7 +302,7 @@ def _correction(given: Mapping[str, Any], out: Converted) -> None:
     high = given["vllm_importance_sampling_cap"] or given["vllm_importance_sampling_clip_max"]
     if kind not in ("truncate", "mask") or level not in ("token", "sequence"):
         mode = given["vllm_importance_sampling_mode"]
-        raise ValueError(f"vllm_importance_sampling_mode = {mode!r}: expected such as 'sequence_mask'")
+        raise UserError(f"vllm_importance_sampling_mode = {mode!r}: expected such as 'sequence_mask'")
     if kind == "truncate" and low > 0:
         out.drop("vllm_importance_sampling_clip_min", low, "truncation has an upper bound only")
     if high is None:
@@ -320,7 +321,7 @@ def _saving(given: Mapping[str, Any], out: Converted) -> None:
     out.set("train.deterministic", given["full_determinism"])
     _checkpoints(given, out)
     if not isinstance(given["report_to"], str | list | tuple | None) and given["report_to"] is not False:
-        raise ValueError(f"report_to = {given['report_to']!r}: expected names of trackers")
+        raise UserError(f"report_to = {given['report_to']!r}: expected names of trackers")
     names = [given["report_to"]] if isinstance(given["report_to"], str) else list(given["report_to"] or [])
     supported = validate.TRACKERS
     names = list(supported) if names == ["all"] else [name for name in names if name != "none"]
@@ -390,7 +391,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(converted.toml())
         return 0
     if options.out.exists():
-        raise ValueError(f"{options.out} exists; name another file, or remove it")
+        raise UserError(f"{options.out} exists; name another file, or remove it")
     options.out.write_text(converted.toml(), "utf-8")
     print(options.out)
     return 0

@@ -12,6 +12,7 @@ import torch
 import tyro
 
 from nlgrpo.engine.inference import as_trained
+from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder, hf_weights, lora, reward_model, tokenizer
 from nlgrpo.model.adapters import Adapter
 from nlgrpo.model.tokenizer import load_tokenizer
@@ -39,14 +40,14 @@ class Merge:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Merge. Raises ValueError for a folder that is not empty, a missing or unsupported adapter, and a wrong model."""
+    """Merge. Raises UserError for a folder that is not empty, a missing or unsupported adapter, and a wrong model."""
     options = tyro.cli(Merge, args=list(arguments), prog="nlgrpo merge")
     folder, adapter = Path(os.path.expanduser(options.out)), adapters.read(options.adapter)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--out {folder} exists already and is not an empty folder")
+        raise UserError(f"--out {folder} exists already and is not an empty folder")
     name = options.model or adapter.base
     if not name:
-        raise ValueError(f"{adapter.folder} does not name the model that it was trained on; give it as --model")
+        raise UserError(f"{adapter.folder} does not name the model that it was trained on; give it as --model")
     scored = adapter.task == "SEQ_CLS"
     source = reward_model.locate(name)[0] if scored else hf_weights.locate(name)
     stored = hf_weights.Checkpoint(source)

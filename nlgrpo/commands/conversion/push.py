@@ -10,6 +10,8 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
+from nlgrpo.errors import UserError
+
 
 @dataclass
 class Push:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     from nlgrpo.evaluation.sharing import hub  # imports matplotlib, which is slow
 
     if not options.repo:
-        raise ValueError("give the repository: nlgrpo push RUN --repo USER/NAME")
+        raise UserError("give the repository: nlgrpo push RUN --repo USER/NAME")
     hub.check_name(options.repo)
     if options.dry_run:
         sys.stdout.write(hub.model_card(options.run, options.repo))

@@ -10,6 +10,7 @@ from typing import Any
 
 from nlgrpo.commands.conversion import trl_options
 from nlgrpo.commands.conversion.trl_script import EVALUATION, KIND, NEEDED, Script
+from nlgrpo.errors import UserError
 
 OTHER_TRAINERS = ("sft", "dpo", "kto", "reward", "distillation", "ppo", "cpo", "orpo", "online_dpo", "gkd", "prm")
 
@@ -18,15 +19,15 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Read options from a YAML file, a Python script, or a file with a command line.
 
     Returns the options, and notes about what could not be read. Besides those of TRL there may be `KIND` ("grpo" or
-    "rloo"), `PEFT` (the arguments of a LoraConfig) and `EVALUATION` (a data set). Raises ValueError for a file that
+    "rloo"), `PEFT` (the arguments of a LoraConfig) and `EVALUATION` (a data set). Raises UserError for a file that
     cannot be read or has no options.
     """
     if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}")
+        raise UserError(f"there is no file {str(path)!r}")
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     if path.suffix in (".yaml", ".yml"):
         options, notes = _of_yaml(path, text)
     elif path.suffix == ".py":
@@ -34,7 +35,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     else:
         options, notes = _of_command(path, text)
     if not options.keys() - {KIND, EVALUATION}:
-        raise ValueError(f"{path} has no options; {NEEDED}")
+        raise UserError(f"{path} has no options; {NEEDED}")
     return options, notes
 
 
@@ -46,14 +47,14 @@ def _of_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
-        raise ValueError(f"{where}: not YAML: {' '.join(problem.split())}") from error
+        raise UserError(f"{where}: not YAML: {' '.join(problem.split())}") from error
     except (ValueError, RecursionError) as error:  # a date such as 2026-13-40; too many brackets
-        raise ValueError(f"{path}: not YAML: {error}") from error
+        raise UserError(f"{path}: not YAML: {error}") from error
     _refuse_repeated(path, node)
     if found is None:
-        raise ValueError(f"{path} has no options; {NEEDED}")
+        raise UserError(f"{path} has no options; {NEEDED}")
     if not isinstance(found, dict):
-        raise ValueError(f"{path} has no options: it is a {type(found).__name__}; TRL reads lines such as 'beta: 0.1'")
+        raise UserError(f"{path} has no options: it is a {type(found).__name__}; TRL reads lines such as 'beta: 0.1'")
     options, notes = {str(key): value for key, value in found.items()}, list[str]()
     if "env" in options:
         names = options.pop("env")
@@ -63,11 +64,11 @@ def _of_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refuse_repeated(path: Path, node: Any) -> None:
-    """Raise ValueError for a key that is given twice: PyYAML would read the last one."""
+    """Raise UserError for a key that is given twice: PyYAML would read the last one."""
     seen = set[str]()
     for key, _ in node.value if node is not None and node.id == "mapping" else []:
         if str(key.value) in seen:
-            raise ValueError(f"{path}, line {key.start_mark.line + 1}: {key.value} is given twice; give it once")
+            raise UserError(f"{path}, line {key.start_mark.line + 1}: {key.value} is given twice; give it once")
         seen.add(str(key.value))
 
 
@@ -78,7 +79,7 @@ def _of_command(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
     try:
         tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise ValueError(f"{path} is not a command line: {error}") from error
+        raise UserError(f"{path} is not a command line: {error}") from error
     options, notes, key = dict[str, Any](), list[str](), ""
     for token in tokens:
         if token.startswith("--"):
@@ -119,7 +120,7 @@ def _of_yaml_beside(path: Path, name: Any) -> tuple[dict[str, Any], list[str]]:
     for file in (Path(str(name)), path.parent / str(name)):
         if file.is_file():
             return _of_yaml(file, file.read_text("utf-8-sig"))
-    raise ValueError(f"{path} has --config {name}, and there is no such file here or next to it")
+    raise UserError(f"{path} has --config {name}, and there is no such file here or next to it")
 
 
 def _trainer_of(path: Path, tokens: list[str]) -> str:
@@ -131,7 +132,7 @@ def _trainer_of(path: Path, tokens: list[str]) -> str:
         if name in ("grpo", "rloo"):
             return name
         if name in OTHER_TRAINERS:
-            raise ValueError(f"{path} runs {name!r} of TRL; from-trl converts runs of GRPOTrainer and RLOOTrainer")
+            raise UserError(f"{path} runs {name!r} of TRL; from-trl converts runs of GRPOTrainer and RLOOTrainer")
     return ""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nlgrpo.commands.conversion import trl_options
 from nlgrpo.commands.conversion.trl_output import Converted
 from nlgrpo.commands.conversion.trl_script import PEFT
+from nlgrpo.errors import UserError
 
 # PEFT's target modules by the type of the model.
 TARGETS = {
@@ -74,7 +75,7 @@ def _of_peft(options: Mapping[str, Any], out: Converted) -> dict[str, Any]:
 def _modules(name: str, keys: Mapping[str, Any]) -> list[str]:
     value = keys[name] or []
     if not isinstance(value, str | list | tuple | set):
-        raise ValueError(f"{name} = {value!r}: expected names of modules")
+        raise UserError(f"{name} = {value!r}: expected names of modules")
     if isinstance(value, str):
         return [value]
     return [str(module) for module in (sorted(value) if isinstance(value, set) else value)]
@@ -97,7 +98,7 @@ def model_type(path: Any) -> str:
         try:
             return str(json.loads(_config(path).read_text("utf-8"))["model_type"])
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{_config(path)} has no readable model_type: {error!r}") from error
+            raise UserError(f"{_config(path)} has no readable model_type: {error!r}") from error
     return next((kind for word, kind in WORDS.items() if word in path.lower()), "")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nlgrpo.commands.conversion.trl_output import Converted
+from nlgrpo.errors import UserError
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf")
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
@@ -68,7 +69,7 @@ def _scale(value: Any, out: Converted) -> str:
     text = str(value).lower()
     scale = {"true": "group", "false": "none"}.get(text, text)
     if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale_rewards = {value!r}: expected group, batch or none")
+        raise UserError(f"scale_rewards = {value!r}: expected group, batch or none")
     if scale == "batch":
         out.notes.append("loss.scale = 'batch': here the std of the advantages of a step, in TRL that of its rewards")
     return scale

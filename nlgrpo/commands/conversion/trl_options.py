@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nlgrpo.errors import UserError
+
 
 @dataclass(frozen=True)
 class Option:
@@ -334,7 +336,7 @@ def defaults(options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def typed(name: str, value: Any, option: Option) -> Any:
-    """Convert a value as argparse does in TRL: a text to the type of its option. Raises ValueError if it cannot."""
+    """Convert a value as argparse does in TRL: a text to the type of its option. Raises UserError if it cannot."""
     none = value is None or (isinstance(value, str) and value.lower() in ("none", "null") and option.kind is not str)
     if none and (option.default is None or name in OPTIONAL):
         return None
@@ -347,10 +349,10 @@ def typed(name: str, value: Any, option: Option) -> Any:
             return option.kind(value)
     except (TypeError, ValueError, OverflowError):
         expected = {int: "a whole number", float: "a number", bool: "true or false"}[option.kind]
-        raise ValueError(f"{name} = {value!r}: TRL expects {expected}") from None
+        raise UserError(f"{name} = {value!r}: TRL expects {expected}") from None
     if option.kind is str and not isinstance(value, str | bool | None):
         if not isinstance(value, int | float):
-            raise ValueError(f"{name} = {value!r}: TRL expects a text")
+            raise UserError(f"{name} = {value!r}: TRL expects a text")
         return str(value)
     return value
 

@@ -9,6 +9,7 @@ from typing import Any
 from nlgrpo.commands.conversion import trl_options
 from nlgrpo.commands.conversion.trl_output import Converted
 from nlgrpo.commands.conversion.trl_script import Reward
+from nlgrpo.errors import UserError
 
 # TRL's own functions, by the names of its script.
 BUILTIN = {
@@ -21,10 +22,10 @@ WEIGHT = trl_options.Option(1.0, "", "rewards.NAME.weight", float)
 
 
 def convert(given: Mapping[str, Any], out: Converted) -> None:
-    """Write a table for each reward. Raises ValueError for weights that are not one number for each."""
+    """Write a table for each reward. Raises UserError for weights that are not one number for each."""
     functions = given["reward_funcs"] or []
     if not isinstance(functions, str | list | tuple):
-        raise ValueError(f"reward_funcs = {functions!r}: expected names of functions")
+        raise UserError(f"reward_funcs = {functions!r}: expected names of functions")
     rewards = [_reward(one) for one in ([functions] if isinstance(functions, str) else functions)]
     if path := given["reward_model_name_or_path"]:
         rewards.insert(0, Reward("classifier", f"classifier(path={path!r})"))
@@ -45,7 +46,7 @@ def _weights(given: Any, rewards: int) -> list[float]:
         return [1.0] * rewards
     weights = list(given) if isinstance(given, list | tuple) else [given]
     if rewards and len(weights) != rewards:
-        raise ValueError(f"reward_weights has {len(weights)} values for {rewards} rewards; give one for each")
+        raise UserError(f"reward_weights has {len(weights)} values for {rewards} rewards; give one for each")
     return [trl_options.typed("reward_weights", weight, WEIGHT) for weight in weights][:rewards]
 
 

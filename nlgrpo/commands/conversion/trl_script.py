@@ -13,6 +13,7 @@ from typing import Any
 
 from nlgrpo.commands.conversion import trl_options
 from nlgrpo.data import sources
+from nlgrpo.errors import UserError
 
 TRAINERS = {"GRPOTrainer": "grpo", "GRPOConfig": "grpo", "RLOOTrainer": "rloo", "RLOOConfig": "rloo"}
 BUILDERS = ("json", "csv", "parquet", "text")  # of load_dataset, with data_files
@@ -46,7 +47,7 @@ class Script:
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a Python script: {error}") from error
+            raise UserError(f"{path} is not a Python script: {error}") from error
         self.path, self.notes = path, list[str]()
         self.imports: dict[str, str] = {}  # "short" -> "my_rewards.short"
         self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
@@ -106,14 +107,14 @@ class Script:
         return node
 
     def value(self, node: ast.expr) -> Any:
-        """The value of a literal, of a name for one, or of a dtype such as torch.bfloat16. Raises ValueError."""
+        """The value of a literal, of a name for one, or of a dtype such as torch.bfloat16. Raises UserError."""
         node = self.resolved(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return node.attr
         try:
             return ast.literal_eval(node)
         except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
-            raise ValueError(str(error)) from error
+            raise UserError(str(error)) from error
 
     def read(self) -> tuple[dict[str, Any], list[str]]:
         options: dict[str, Any] = {EVALUATION: {}}
@@ -123,7 +124,7 @@ class Script:
         if config is None and trainer is None:
             others = [name for name, _ in self.calls if name.endswith(("Config", "Trainer")) and name != "LoraConfig"]
             has = f"; it has {', '.join(dict.fromkeys(others))}" if others else ""
-            raise ValueError(f"{self.path} has no options of GRPOTrainer or RLOOTrainer{has}; {NEEDED}")
+            raise UserError(f"{self.path} has no options of GRPOTrainer or RLOOTrainer{has}; {NEEDED}")
         if config is not None:
             options[KIND] = TRAINERS[self.name(config.func)]
             self._literals(config, ("output_dir",), options)

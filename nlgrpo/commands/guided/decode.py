@@ -46,7 +46,7 @@ LARGEST = 1 << 20  # candidates of a prompt
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]:
-    """Parse the command line. Raises ValueError for options that cannot be run."""
+    """Parse the command line. Raises UserError for options that cannot be run."""
     options, rest = tyro.cli(
         ComparisonOptions, args=list(arguments), prog="nlgrpo decode", description=ABOUT, return_unknown_args=True
     )
@@ -145,7 +145,7 @@ def plan(c: Comparison) -> Table:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
+    """Return exit status 0 when done, or saved after a signal. Raises UserError for user errors."""
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every reward model
     with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:

@@ -30,6 +30,7 @@ from nlgrpo.config.schema import Config
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.inference import guides
 from nlgrpo.engine.rollouts.collect import refuse_pairwise
+from nlgrpo.errors import UserError
 from nlgrpo.model import reward_model
 from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.console import named_lines
@@ -47,13 +48,13 @@ generate --guide OUT` decodes with the learned values."""
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
-    """Parse the command line. Raises ValueError for options that cannot be run."""
+    """Parse the command line. Raises UserError for options that cannot be run."""
     options, rest = tyro.cli(
         LoopOptions, args=list(arguments), prog="nlgrpo iro", description=ABOUT, return_unknown_args=True
     )
     cfg, _ = from_arguments(rest)
     options.out = options.out or Path(f"runs/{cfg.recipe}-iro")
-    _ = options.search  # raises ValueError for values out of range
+    _ = options.search  # raises UserError for values out of range
     faults = [
         "" if options.iterations >= 1 else f"--iterations {options.iterations}: allowed is >= 1",
         "" if 2 <= options.samples < 2**31 else f"--samples {options.samples}: allowed is 2 to 2^31 - 1",
@@ -111,17 +112,17 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def plan(loop: Loop) -> Table:
-    """Build the table that describes the loop. Raises ValueError for models that do not fit the completions."""
+    """Build the table that describes the loop. Raises UserError for models that do not fit the completions."""
     options, job = loop.options, loop.job(1)
     refuse_pairwise([scorer for scorer in job.scorers if loop.cfg.rewards[scorer.name].weight != 0])
     limit = job.origin.sampling.max_new_tokens
     if options.chunk >= limit and options.iterations > 1:
-        raise ValueError(
+        raise UserError(
             f"--chunk {options.chunk}: responses have at most {limit} tokens (rollout.max_new_tokens), so no value "
             f"would guide them; allowed is < {limit}"
         )
     if not options.value.path and transformers_backend.note(job.source):
-        raise ValueError(
+        raise UserError(
             f"--value.path is empty, and a value model cannot start from {loop.cfg.model.path}, whose architecture is "
             "not supported by nlgrpo's decoder; name a reward model or causal model that is"
         )
@@ -130,7 +131,7 @@ def plan(loop: Loop) -> Table:
     by_text = guides.note(reward_model.locate(initial)[0], job.sampler.tokenizer)
     longest = max(map(len, job.prompts.ids)) + limit
     if longest > context and not by_text:
-        raise ValueError(
+        raise UserError(
             f"--value.path: {initial} has a context of {context} tokens, but prompt and completion can have {longest}"
         )
     search, fit, count = options.search, options.value, len(job.batch.ids)
@@ -156,7 +157,7 @@ def plan(loop: Loop) -> Table:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return exit status 0 when done, or saved after a signal. Raises ValueError for user errors."""
+    """Return exit status 0 when done, or saved after a signal. Raises UserError for user errors."""
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every model
     with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:

@@ -34,6 +34,7 @@ from nlgrpo.engine.rollouts.store import (
     digests_of_columns,
 )
 from nlgrpo.engine.rollouts.tools import load_tools
+from nlgrpo.errors import UserError
 from nlgrpo.model import hf_weights
 from nlgrpo.rewards import reward_functions
 
@@ -80,20 +81,20 @@ class Generate(ResponderOptions):
         super().__post_init__()
         if bool(self.prompts) == (self.source is not None):
             given = "prompts and --source; give one of them" if self.prompts else "no prompt; give one or more texts"
-            raise ValueError(f'{given}, such as: nlgrpo generate "Once upon a time"')
+            raise UserError(f'{given}, such as: nlgrpo generate "Once upon a time"')
         if self.samples is not None and not 1 <= self.samples < 2**31:
-            raise ValueError(f"samples = {self.samples}: expected a number in [1, 2^31)")
+            raise UserError(f"samples = {self.samples}: expected a number in [1, 2^31)")
         if self.guide and self.samples not in (None, 1):
-            raise ValueError(f"samples = {self.samples}: guided search gives one response per prompt")
+            raise UserError(f"samples = {self.samples}: guided search gives one response per prompt")
         if self.candidates and not (self.json or self.out):
-            raise ValueError("candidates: only for JSON objects; add --json or --out FILE")
+            raise UserError("candidates: only for JSON objects; add --json or --out FILE")
         if self.candidates and not self.chooses:
-            raise ValueError("candidates: nothing is chosen; name a --procedure, a reward with --choose, or a --guide")
+            raise UserError("candidates: nothing is chosen; name a --procedure, a reward with --choose, or a --guide")
         if any(not string for string in self.stop):
-            raise ValueError("stop: an empty string stops before the first token; leave it out")
+            raise UserError("stop: an empty string stops before the first token; leave it out")
         for name in ("split", "prompt_column", "template", "limit"):
             if self.prompts and getattr(self, name) != getattr(Generate, name):
-                raise ValueError(
+                raise UserError(
                     f"--{name.replace('_', '-')} is for prompts of a --source, and these are texts; remove it"
                 )
 
@@ -104,7 +105,7 @@ class Generate(ResponderOptions):
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Print or write each prompt with its completions. Raises ValueError for user errors."""
+    """Print or write each prompt with its completions. Raises UserError for user errors."""
     options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
     responder, notes = options.load(options.samples if options.chooses else None)
     print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
@@ -129,7 +130,7 @@ def generate(arguments: Sequence[str]) -> int:
 def _prompts(options: Generate, responder: Responder) -> Batch:
     """Return all prompts, those of the source in its order. Notes say what is left out.
 
-    Raises ValueError as `prompt_dataset.load`.
+    Raises UserError as `prompt_dataset.load`.
     """
     asked = ChatOptions(options.system_prompt, options.chat, options.chat_template_kwargs, load_tools(options.tools))
     chat = _over(responder.chat, asked)
@@ -140,7 +141,7 @@ def _prompts(options: Generate, responder: Responder) -> Batch:
         return batch
     limit = responder.model.shape.context - responder.sampling.max_new_tokens
     if limit < 1:
-        raise ValueError(
+        raise UserError(
             f"max_new_tokens = {responder.sampling.max_new_tokens} leaves no room for a prompt in the model's context"
         )
     source = embedded(options.source)

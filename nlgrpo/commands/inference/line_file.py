@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write_bytes, into
 
 
@@ -16,7 +17,7 @@ class LineFile:
     """Writes lines into ``FILE.partial``, and renames the content to ``FILE`` when the context ends without an error.
 
     The first line of ``FILE.partial`` is the ``identity`` of the work. The complete lines that are there are kept, up
-    to a multiple of ``together``, and ``len`` is their number. The file is locked while it is open. Raises ValueError
+    to a multiple of ``together``, and ``len`` is their number. The file is locked while it is open. Raises UserError
     if ``path`` exists, if ``FILE.partial`` belongs to other work or another process, and if a file cannot be written.
     """
 
@@ -24,7 +25,7 @@ class LineFile:
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         if path.exists():
             self._remove_leftover()
-            raise ValueError(f"{path} exists; remove it or choose another file")
+            raise UserError(f"{path} exists; remove it or choose another file")
         first = identity.encode() + b"\n"
         with into(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,14 +34,14 @@ class LineFile:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self.file.close()
-                raise ValueError(
+                raise UserError(
                     f"another process is writing {path}; wait until it ends, or choose another file"
                 ) from None
             self.file.seek(0)
             found = self.file.read()
             if b"\n" in found and not found.startswith(first):
                 self.file.close()
-                raise ValueError(
+                raise UserError(
                     f"{self.partial} has results of other options, prompts, models or another version; remove it or "
                     "choose another file"
                 )

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import tyro
 
 from nlgrpo.engine.inference.options import ResponderOptions
+from nlgrpo.errors import UserError
 from nlgrpo.rewards import reward_functions
 
 KEY = "NLGRPO_API_KEY"
@@ -47,19 +48,19 @@ class Serve(ResponderOptions):
         super().__post_init__()
         for name in ("max_queue", "max_choices", "max_body"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected at least 1")
+                raise UserError(f"{name} = {getattr(self, name)}: expected at least 1")
         if not 0 <= self.grace < float("inf"):
-            raise ValueError(f"grace = {self.grace}: expected a number of seconds >= 0")
+            raise UserError(f"grace = {self.grace}: expected a number of seconds >= 0")
         if self.api_key == "":
-            raise ValueError("api_key is empty; omit it to need no key")
+            raise UserError("api_key is empty; omit it to need no key")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT. Raises ValueError for user errors."""
+    """Serve until SIGTERM or SIGINT. Raises UserError for user errors."""
     options = tyro.cli(Serve, args=list(arguments), prog="nlgrpo serve")
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ValueError(f"nlgrpo serve needs {' and '.join(missing)}; install them: pip install 'nlgrpo[serve]'")
+        raise UserError(f"nlgrpo serve needs {' and '.join(missing)}; install them: pip install 'nlgrpo[serve]'")
     from nlgrpo.engine.serving import app, server
     from nlgrpo.engine.serving.batching import Batcher
 

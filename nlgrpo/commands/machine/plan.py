@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 
 from nlgrpo.config.recipes import from_arguments
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.runtime.console import duration, named_lines, size
 from nlgrpo.training.planning import advice, ahead, machine, memory, roofline
@@ -77,7 +78,7 @@ class Plan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan. Returns 0 if the run fits, and 1 if it does not. Raises ValueError for what cannot be planned."""
+    """Print the plan. Returns 0 if the run fits, and 1 if it does not. Raises UserError for what cannot be planned."""
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo plan", description=ABOUT, return_unknown_args=True
     )
@@ -104,16 +105,16 @@ def _check(options: Options) -> None:
     for name in ("gpus", "gpus_per_node", "prompt_tokens"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**31:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number >= 1")
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected a number >= 1")
     if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
-        raise ValueError(
+        raise UserError(
             f"--gpus {options.gpus} is not a multiple of --gpus-per-node {options.gpus_per_node}; all nodes have the "
             "same number of GPUs"
         )
     if options.json not in ("", "-"):
         path = Path(options.json).absolute()
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ValueError(f"--json {options.json}: expected a file in a folder that exists and can be written")
+            raise UserError(f"--json {options.json}: expected a file in a folder that exists and can be written")
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

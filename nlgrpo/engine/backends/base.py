@@ -32,7 +32,7 @@ class Engine(Protocol):
 
         The same seed and index give the same completions with the same engine on the same machine, as far as its
         arithmetic allows; another engine gives other ones. ``max_rows`` may be ignored by an engine that schedules by
-        itself; None: the engine's own choice. Raises ValueError as `nlgrpo.engine.generate`, and EngineError.
+        itself; None: the engine's own choice. Raises UserError as `nlgrpo.engine.generate`, and EngineError.
         """
 
     def close(self) -> None:

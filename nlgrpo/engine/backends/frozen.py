@@ -36,7 +36,7 @@ def load(
     max_rows: int = 256,
     tokens: int | None = None,
 ) -> Engine:
-    """Load the model in ``source`` into an engine. Raises ValueError as `transformers_backend.load`, and EngineError.
+    """Load the model in ``source`` into an engine. Raises UserError as `transformers_backend.load`, and EngineError.
 
     ``context``: tokens of the longest prompt and completion, for vLLM; None: the model's limit. ``tokens``: number of
     ids that have a token; rows of the head after them are never sampled.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nlgrpo.errors import UserError
+
 UNKNOWN = "unknown"  # name of weights that no rollout may have
 
 
-class EngineError(ValueError):
+class EngineError(UserError):
     """An engine cannot sample, or returned something that is not a sample of the policy."""
 
 

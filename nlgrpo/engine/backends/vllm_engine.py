@@ -15,6 +15,7 @@ from nlgrpo.engine.backends.returned import Completion, EngineError
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
@@ -53,7 +54,7 @@ class VLLMEngine(ABC):
     ) -> Rollout:
         """Sample completions; see `Engine.generate`. Raises EngineError as `rollout_from`, and for other weights."""
         if samples < 1:
-            raise ValueError(f"samples = {samples}: expected at least 1")
+            raise UserError(f"samples = {samples}: expected at least 1")
         check_prompts(self.shape, prompts, sampling)
         index, first = range(len(prompts)) if index is None else index, firsts(first_sample, len(prompts))
         seeds = request_seeds(seed, index, first)

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nlgrpo.errors import UserError
+
 # Keys of a Hugging Face config that must be those of the model that a server was started with.
 SAME = (
     "model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads",
@@ -37,7 +39,7 @@ class Worker:
     def load_policy(self, folder: str, name: str) -> None:
         """Replace the weights by those of a Hugging Face directory, and remember their ``name``.
 
-        Raises ValueError, before anything is changed, for a directory that is not there or has another model, and for
+        Raises UserError, before anything is changed, for a directory that is not there or has another model, and for
         an older version than the one of the same run that it has: ranks may call at the same time. vLLM itself would
         leave a model without weights, and its next request would end the server.
         """
@@ -45,16 +47,16 @@ class Worker:
         run, _, version = name.rpartition(":")
         its_run, _, newest = self.loaded_policy()["name"].rpartition(":")
         if its_run and run == its_run and int(newest) > int(version):
-            raise ValueError(f"it has newer weights than {name}: those of version {newest}")
+            raise UserError(f"it has newer weights than {name}: those of version {newest}")
         path = Path(folder)
         if not path.is_dir():
-            raise ValueError(f"{folder} does not exist here: the server and the trainer need a shared disk")
+            raise UserError(f"{folder} does not exist here: the server and the trainer need a shared disk")
         if not any(path.glob("*.safetensors")):
-            raise ValueError(f"{folder} has no weights in the format safetensors")
+            raise UserError(f"{folder} has no weights in the format safetensors")
         theirs, own = json.loads((path / "config.json").read_text("utf-8")), worker.model_config.hf_config
         for key in SAME:
             if key in theirs and hasattr(own, key) and theirs[key] != getattr(own, key):
-                raise ValueError(
+                raise UserError(
                     f"the server was started with another model than the policy: {key} is {getattr(own, key)!r}, and "
                     f"{theirs[key]!r} in {folder}"
                 )

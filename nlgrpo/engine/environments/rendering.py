@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.data.messages import messages_of
 from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.errors import UserError
 
 MARK = "nlgrpo-7f3a9c"  # stands for the policy's answer in a rendered conversation
 
@@ -26,7 +27,7 @@ class Rendering:
     their answers are recognised with the options ``tool_parser`` and ``reasoning_parser``.
     ``template_kwargs``: arguments of the chat template.
 
-    Raises ValueError for options that `renderers` rejects, and for a tokenizer without a chat template.
+    Raises UserError for options that `renderers` rejects, and for a tokenizer without a chat template.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class Rendering:
             # Keep the reasoning of earlier answers: the policy sampled it, and its tokens must not change.
             fields = {"thinking_retention": "all", **template_kwargs, **fields}
         elif tokenizer.chat_template is None:
-            raise ValueError("an environment needs a chat template; use the tokenizer of an instruct model")
+            raise UserError("an environment needs a chat template; use the tokenizer of an instruct model")
         try:
             config = TypeAdapter[Any](RendererConfig).validate_python(fields)
             self.renderer: Any = create_renderer(tokenizer, config)
         except Exception as error:  # renderers raise many kinds, such as AssertionError for a missing token
             causes = [part["msg"] for part in error.errors()] if isinstance(error, ValidationError) else [str(error)]
             found = f"the renderer {name!r} of environment.renderer cannot be used"
-            raise ValueError(f"{found}: {'; '.join(causes)}") from error
+            raise UserError(f"{found}: {'; '.join(causes)}") from error
 
     @property
     def description(self) -> str:

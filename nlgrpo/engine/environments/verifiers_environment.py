@@ -27,6 +27,7 @@ from nlgrpo.engine.environments.rendering import Rendering, wire
 from nlgrpo.engine.environments.rounds import Job, Rounds
 from nlgrpo.engine.generation import Conversation, Limits, Rollout
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
 
@@ -34,7 +35,7 @@ try:
     import verifiers as vf
     from verifiers.types import AssistantMessage, Response, ResponseMessage, ToolCall, Usage
 except ImportError as error:
-    raise ValueError("environment.id needs the library verifiers: run pip install nlgrpo[verifiers]") from error
+    raise UserError("environment.id needs the library verifiers: run pip install nlgrpo[verifiers]") from error
 
 SUPPORTED = "0.2"
 ANSWER = ("content", "reasoning_content", "tool_calls")
@@ -80,7 +81,7 @@ class VerifiersEnvironment:
     All conversations of a batch run at the same time; the policy answers those that wait in one call of the engine.
     The tokens of a conversation are kept: later turns extend them and never tokenize an answer again.
 
-    Raises ValueError if the library or the environment cannot be loaded.
+    Raises UserError if the library or the environment cannot be loaded.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class VerifiersEnvironment:
     ) -> None:
         version = importlib.metadata.version("verifiers")
         if not version.startswith(f"{SUPPORTED}."):
-            raise ValueError(
+            raise UserError(
                 f"environment.id needs verifiers {SUPPORTED}, which has `verifiers.Environment`, but {version} is "
                 "installed: run pip install nlgrpo[verifiers]"
             )
@@ -111,7 +112,7 @@ class VerifiersEnvironment:
             with _own_signal_handlers():
                 self.environment = vf.load_environment(config.id, **config.args)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"environment.id = {config.id!r}: {error}") from error
+            raise UserError(f"environment.id = {config.id!r}: {error}") from error
 
     @property
     def description(self) -> str:
@@ -138,7 +139,7 @@ class VerifiersEnvironment:
         shuffle: bool = True,
         limit: int | None = None,
     ) -> PromptSet | None:
-        """See `Environment.prompts`. Raises ValueError if all prompts are too long."""
+        """See `Environment.prompts`. Raises UserError if all prompts are too long."""
         if evaluation and self.environment.eval_dataset is None and self.environment.eval_dataset_source is None:
             return None
         data = self.environment.get_eval_dataset() if evaluation else self.environment.get_dataset()
@@ -146,7 +147,7 @@ class VerifiersEnvironment:
         ids = [self._begin(row, number) for number, row in enumerate(rows, 1)]
         fits = [i for i, prompt in enumerate(ids) if len(prompt) + max_new_tokens <= self.longest]
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"environment.id = {self.config.id!r}: all {len(rows):,} prompts are too long: the shortest has "
                 f"{min(map(len, ids), default=0):,} tokens, the model's context or environment.max_tokens "
                 f"{self.longest:,}, of which rollout.max_new_tokens needs {max_new_tokens:,}"
@@ -164,7 +165,7 @@ class VerifiersEnvironment:
         try:
             return self.rendering.begin(_plain(row["prompt"]), self._tools(row))
         except ValueError as error:
-            raise ValueError(f"environment.id = {self.config.id!r}, example {number}: {error}") from error
+            raise UserError(f"environment.id = {self.config.id!r}, example {number}: {error}") from error
 
     def draw(
         self, engine: Engine, batch: Batch, samples: int, sampling: Sampling, *, seed: int, max_rows: int | None

@@ -24,6 +24,7 @@ from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.engine.rollouts.store import digest_of_weights
 from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.model.hf_weights import SAMPLING_FILES
 from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.runtime import atomic_files
@@ -48,7 +49,7 @@ class AsTrained:
     def of(cls, cfg: Config, sampling: Sampling) -> AsTrained:
         """Return what a run assumes. ``sampling``: as it samples, with all stop ids.
 
-        An option that sources of a mixture set differently is that of [data]. Raises ValueError for tools that cannot
+        An option that sources of a mixture set differently is that of [data]. Raises UserError for tools that cannot
         be loaded.
         """
         data = cfg.data
@@ -108,7 +109,7 @@ def _write(folder: Path, known: Mapping[str, Any]) -> None:
 def check_base(adapter: str | Path, source: Path) -> None:
     """Check that an adapter was trained on the weights in ``source``, if its folder says on which.
 
-    Raises ValueError for other weights, and for a damaged file.
+    Raises UserError for other weights, and for a damaged file.
     """
     path = Path(os.path.expanduser(adapter)) / FILE
     if not path.is_file():
@@ -117,13 +118,13 @@ def check_base(adapter: str | Path, source: Path) -> None:
         saved = json.loads(path.read_text("utf-8"))
         base, trained_on = saved["base"], saved[BASE]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read ({error!r}); expected the model that the adapter was trained on. Remove the file "
             "to use the adapter with any model"
         ) from error
     found = digest_of_weights(source)
     if trained_on != found:
-        raise ValueError(
+        raise UserError(
             f"{adapter} was trained on {base}, and {source} has other weights (digests {trained_on} and {found}); give "
             f"the model that it was trained on, or remove {path} to use it with this one"
         )
@@ -132,7 +133,7 @@ def check_base(adapter: str | Path, source: Path) -> None:
 def read(folder: Path) -> AsTrained | None:
     """Read what the training of the model in ``folder`` assumed; None if it is not an export of nlgrpo.
 
-    Raises ValueError for a damaged file.
+    Raises UserError for a damaged file.
     """
     path = folder / FILE
     if not path.is_file():
@@ -148,7 +149,7 @@ def read(folder: Path) -> AsTrained | None:
             template=saved["template"],
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read ({error!r}); expected what a run of nlgrpo exported. Remove the file to use the "
             "defaults"
         ) from error

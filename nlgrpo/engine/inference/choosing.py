@@ -15,9 +15,10 @@ import torch
 from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.encoding import as_answer
 from nlgrpo.engine.guided_search import Candidate
+from nlgrpo.errors import UserError
 from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote
-from nlgrpo.rewards.reward_functions import Reward, RewardError, print_cause
+from nlgrpo.rewards.reward_functions import Reward
 
 VALUE, MAJORITY = "value", "majority"
 
@@ -28,7 +29,7 @@ class Chooser:
 
     ``how``: "value", the V of a guided search; "majority", the share of candidates with the same final answer
     (extracted by ``extract``, such as the content of ``\\boxed{}``; a candidate without an answer has 0); or a
-    reward, written as in a configuration. Raises ValueError for a reward that does not exist.
+    reward, written as in a configuration. Raises UserError for a reward that does not exist.
     """
 
     how: str
@@ -50,13 +51,13 @@ class Chooser:
     def by_votes(cls, how: str | None = None, *, timeout: float = 600.0, process: bool = False) -> Chooser:
         """Build a chooser by majority. ``how``: a reward whose method ``answer`` extracts the answers, as in training.
 
-        Raises ValueError for a reward that extracts none.
+        Raises UserError for a reward that extracts none.
         """
         if how is None or how == MAJORITY:
             return cls(MAJORITY)
         reward = specs.load("choose", how, timeout=timeout, process=process)
         if not hasattr(reward.function, "answer"):
-            raise ValueError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
+            raise UserError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
         return cls(MAJORITY, extract=partial(_extracted, replace(reward, name=how)))
 
     def scores(
@@ -69,7 +70,7 @@ class Chooser:
         """Return the score of each candidate; NaN where the reward abstains.
 
         ``candidates`` and ``texts`` have a list for each of the P prompts, of any length. ``columns``: columns of the
-        data for the reward, P values each. A reward is called once for all candidates. Raises ValueError if it fails.
+        data for the reward, P values each. A reward is called once for all candidates. Raises UserError if it fails.
         """
         if self.reward is not None:
             return _rewards(self.reward, prompts, candidates, texts, columns or {})
@@ -83,23 +84,19 @@ class Chooser:
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate], texts: Sequence[str]) -> tuple[int, float]:
         """Return the index of the candidate with the largest score, and the score.
 
-        Raises ValueError if the reward fails, or is NaN or None for all candidates.
+        Raises UserError if the reward fails, or is NaN or None for all candidates.
         """
         [scores] = self.scores([prompt], [candidates], [texts])
         scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
         if not scored:
-            raise ValueError(f"{self.how} is NaN for all candidates of the prompt {prompt!r}")
+            raise UserError(f"{self.how} is NaN for all candidates of the prompt {prompt!r}")
         best = max(scored, key=lambda i: scores[i])
         return best, scores[best]
 
 
 def _extracted(reward: Reward, text: str) -> Hashable | None:
-    """Return the final answer of a text. Raises ValueError if the reward fails, or exceeds its timeout."""
-    try:
-        return reward_functions.answer_of(reward, text)
-    except RewardError as error:
-        print_cause(error)
-        raise ValueError(str(error)) from error
+    """Return the final answer of a text. Raises UserError if the reward fails, or exceeds its timeout."""
+    return reward_functions.answer_of(reward, text)
 
 
 def majority(answers: Sequence[Hashable | None], weights: Sequence[float]) -> tuple[int, float]:
@@ -132,19 +129,15 @@ def _rewards(
 ) -> list[list[float]]:
     """Call the reward with all candidates, as groups of one, because prompts can have different numbers of them."""
     repeat = [p for p, own in enumerate(candidates) for _ in own]
-    try:
-        scored = reward_functions.score(
-            [reward],
-            prompts=[prompts[p] for p in repeat],
-            completions=[as_answer(p, text) for p, own in zip(prompts, texts, strict=True) for text in own],
-            completion_ids=[list(one.tokens) for own in candidates for one in own],
-            columns={name: [values[p] for p in repeat] for name, values in columns.items()},
-            samples=1,
-            step=0,
-            total_steps=0,
-        )
-    except RewardError as error:
-        print_cause(error)
-        raise ValueError(str(error)) from error
+    scored = reward_functions.score(
+        [reward],
+        prompts=[prompts[p] for p in repeat],
+        completions=[as_answer(p, text) for p, own in zip(prompts, texts, strict=True) for text in own],
+        completion_ids=[list(one.tokens) for own in candidates for one in own],
+        columns={name: [values[p] for p in repeat] for name, values in columns.items()},
+        samples=1,
+        step=0,
+        total_steps=0,
+    )
     values = iter(scored.values[reward.name].flatten().tolist())
     return [list(islice(values, len(own))) for own in candidates]

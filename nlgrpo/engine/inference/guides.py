@@ -17,6 +17,7 @@ from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
 from nlgrpo.engine.guided_search import Search, Value
 from nlgrpo.engine.rollouts.store import digest_of_model, digest_of_tokenizer, same_ids
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.model import reward_model
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import bins
@@ -59,12 +60,12 @@ def read_guide(folder: Path) -> Guide | None:
     """Read the guide in ``folder``, the folder of `nlgrpo iro`.
 
     For the folder of an iteration or of its value model, returns that value model with the search options of the loop.
-    Returns None for other folders. Raises ValueError for a damaged file and for an unfinished loop.
+    Returns None for other folders. Raises UserError for a damaged file and for an unfinished loop.
     """
     path = folder / FILE
     if not path.is_file():
         if (folder / "iteration-1").is_dir():
-            raise ValueError(f"{folder} belongs to an `nlgrpo iro` that has not finished; run it again to resume")
+            raise UserError(f"{folder} belongs to an `nlgrpo iro` that has not finished; run it again to resume")
         loop = next((above for above in folder.absolute().parents[:3] if (above / FILE).is_file()), None)
         guide = loop and read_guide(loop)
         model = folder / "value" if (folder / "value").is_dir() else folder
@@ -75,20 +76,20 @@ def read_guide(folder: Path) -> Guide | None:
         compressed = folder / data["compressed"] if data["compressed"] else None
         return Guide([folder / name for name in data["values"]], betas, Search(**data["search"]), compressed)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); run the same `nlgrpo iro` to write it again") from error
+        raise UserError(f"{path} cannot be read ({error!r}); run the same `nlgrpo iro` to write it again") from error
 
 
 def folder_of(path: Path) -> Path:
     """Return the Hugging Face directory of a value model; ``path`` may be an iteration of `nlgrpo iro`.
 
-    Raises ValueError if there is no model, and for a checkpoint of a run.
+    Raises UserError if there is no model, and for a checkpoint of a run.
     """
     inner = path / "value"
     folder, checkpoint = reward_model.locate(
         str(inner if inner.is_dir() and not (path / "config.json").is_file() else path)
     )
     if checkpoint is not None:
-        raise ValueError(f"{path} is a checkpoint; finish its run, then use the folder of the run")
+        raise UserError(f"{path} is a checkpoint; finish its run, then use the folder of the run")
     return folder
 
 
@@ -117,18 +118,16 @@ def load_values(
 
     ``tokenizer`` and ``sampling`` are those of the policy. ``dtype`` is the compute dtype; the values are at least
     float32. A model with another tokenizer becomes a `TextValue`. Weights equal to the first model's are stored once.
-    Raises ValueError for a model without a scalar head, and if the numbers of betas and models differ.
+    Raises UserError for a model without a scalar head, and if the numbers of betas and models differ.
     """
     if betas and len(betas) != len(paths):
-        raise ValueError(
-            f"{len(betas)} betas for {len(paths)} value models: expected one per model, or none for 1 each"
-        )
+        raise UserError(f"{len(betas)} betas for {len(paths)} value models: expected one per model, or none for 1 each")
     found: list[tuple[Value, float]] = []
     for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
         folder = folder_of(path)
         model, trained = reward_model.load(str(folder), dtype=dtype, device=device)
         if not trained:
-            raise ValueError(f"{path} is not a value model: it has no scalar head")
+            raise UserError(f"{path} is not a value model: it has no scalar head")
         name, model, theirs = str(path), model.eval(), load_tokenizer(folder)
         if same_ids(theirs, tokenizer):
             found.append((ModelValue(name, model, sampling.max_new_tokens), beta))

@@ -16,6 +16,7 @@ from nlgrpo.engine.chunked_decoding import ImplicitReward, Prefixes
 from nlgrpo.engine.guided_search import Value
 from nlgrpo.engine.rollouts.store import digest_of_model, digest_of_tokenizer, same_ids
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import decoder, reward_model
 from nlgrpo.model.decoder import Decoder
@@ -32,10 +33,10 @@ def digests(pair: Pair) -> list[str]:
 
 
 def check(pair: Pair) -> None:
-    """Raise ValueError if a model of the pair does not exist, or if they have different tokenizers."""
+    """Raise UserError if a model of the pair does not exist, or if they have different tokenizers."""
     tuned, untuned = (load_tokenizer(_folder(name)) for name in pair)
     if not same_ids(tuned, untuned):
-        raise ValueError(
+        raise UserError(
             f"--tuned {pair[0]} and --untuned {pair[1]} have different tokenizers, so the log-probs of their tokens "
             "cannot be compared; expected a model and what it was trained from"
         )
@@ -51,7 +52,7 @@ def load(
 ) -> Value:
     """Load an implicit reward that guides a policy with ``tokenizer``; with another tokenizer it reads texts.
 
-    Raises ValueError for models that do not exist or do not have the same tokenizer.
+    Raises UserError for models that do not exist or do not have the same tokenizer.
     """
     check(pair)
     tuned, untuned = (decoder.load(_folder(name), dtype=dtype, device=device).eval() for name in pair)
@@ -66,7 +67,7 @@ def load(
 def _folder(name: str) -> Path:
     folder, checkpoint = reward_model.locate(name)
     if checkpoint is not None:
-        raise ValueError(f"{name} is a checkpoint; finish its run, then use the folder of the run")
+        raise UserError(f"{name} is a checkpoint; finish its run, then use the folder of the run")
     return folder
 
 
@@ -85,7 +86,7 @@ class TextImplicitReward(Prefixes):
         context = min(model.shape.context for model in self.models)
         longest = max(len(prompt) + len(completion) for prompt, completion in texts)
         if longest > context:
-            raise ValueError(f"{self.name}: their context is {context} tokens, but a candidate has {longest}")
+            raise UserError(f"{self.name}: their context is {context} tokens, but a candidate has {longest}")
         tuned, untuned = (self._sums(model, texts) for model in self.models)
         return tuned - untuned
 

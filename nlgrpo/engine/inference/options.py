@@ -20,6 +20,7 @@ from nlgrpo.engine.inference.choosing import MAJORITY, VALUE, Chooser
 from nlgrpo.engine.inference.procedures import Procedure
 from nlgrpo.engine.inference.responder import Model, Responder
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import count_tokens, load_tokenizer, stop_ids_of
 from nlgrpo.rewards import specs
@@ -88,21 +89,21 @@ class ResponderOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed = {self.seed}: expected a number in [0, 2^63)")
+            raise UserError(f"seed = {self.seed}: expected a number in [0, 2^63)")
         if self.max_rows < 1:
-            raise ValueError(f"max_rows = {self.max_rows}: expected at least 1")
+            raise UserError(f"max_rows = {self.max_rows}: expected at least 1")
         of_search = ("betas", "beams", "successors", "chunk", "search_temperature")
         given = [name for name in of_search if getattr(self, name) not in (None, ())] + ["diverse"] * (not self.diverse)
         if self.choose == VALUE:
             given.append("choose value")
         if given and not self.guide:
-            raise ValueError(f"{', '.join(given)}: only for guided search; name value models with --guide")
+            raise UserError(f"{', '.join(given)}: only for guided search; name value models with --guide")
         if self.guide and self.procedure is not None:
-            raise ValueError(f"procedure {self.procedure!r}: guided search is a procedure of its own; omit one of them")
+            raise UserError(f"procedure {self.procedure!r}: guided search is a procedure of its own; omit one of them")
         if self.guide and self.engine != "nlgrpo":
-            raise ValueError(f"engine {self.engine!r}: guided search needs the engine 'nlgrpo'")
+            raise UserError(f"engine {self.engine!r}: guided search needs the engine 'nlgrpo'")
         if self.reference is not None and not (self.procedure or "").startswith("rewind"):
-            raise ValueError("reference: only for the procedure rewind")
+            raise UserError("reference: only for the procedure rewind")
 
     def sampling(self, stop_ids: Sequence[int] = (), trained: AsTrained | None = None) -> Sampling:
         """Return the requested options, laid over those with which the model was trained."""
@@ -121,25 +122,25 @@ class ResponderOptions:
     def sampled(self, samples: int | None) -> Procedure:
         """Return the procedure, with ``samples`` candidates if its name has no number. One sample if there is none.
 
-        Raises ValueError for an unknown procedure, and for one that the way to choose does not fit.
+        Raises UserError for an unknown procedure, and for one that the way to choose does not fit.
         """
         if self.procedure is not None:
             found = Procedure.parse(self.procedure, samples)
         elif self.choose is not None:
             if samples is None:
-                raise ValueError("choose: the number of candidates is missing; add --samples N or --procedure bon:N")
+                raise UserError("choose: the number of candidates is missing; add --samples N or --procedure bon:N")
             found = Procedure("majority" if self.choose == MAJORITY else "largest", samples)
         else:
             return Procedure("largest", 1)
         if found.needs_reward and self.choose in (None, MAJORITY) and (found.samples > 1 or found.rewind is not None):
-            raise ValueError(f"procedure {str(found)!r} chooses by a reward: name one with --choose")
+            raise UserError(f"procedure {str(found)!r} chooses by a reward: name one with --choose")
         return found
 
     def load(self, samples: int | None = None, *, isolated: bool = False) -> tuple[Responder, list[str]]:
         """Load the models and build the responder. Return notes for the log as well.
 
         ``samples``: number of candidates, for procedures whose name has none. ``isolated``: code of the user that
-        scores runs in a process of its own. Raises ValueError for models, rewards and value models that cannot be
+        scores runs in a process of its own. Raises UserError for models, rewards and value models that cannot be
         loaded, and for options that do not fit together.
         """
         procedure: Procedure | Search = self.search(Search()) if self.guide else self.sampled(samples)
@@ -199,7 +200,7 @@ class ResponderOptions:
         assert self.reference is not None
         source = hf_weights.locate(self.reference)
         if not guides.same_ids(load_tokenizer(source), tokenizer):
-            raise ValueError(f"reference {self.reference!r} has another tokenizer than {self.model!r}")
+            raise UserError(f"reference {self.reference!r} has another tokenizer than {self.model!r}")
         return self._model(source, dtype, device, count_tokens(tokenizer))
 
     def _model(self, source: Path, dtype: torch.dtype, device: torch.device, tokens: int) -> Model:

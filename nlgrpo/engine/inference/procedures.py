@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nlgrpo.calibration.rewind import RewindAndRepeat
+from nlgrpo.errors import UserError
 
 Rule = Literal["largest", "smallest", "soft", "majority", "rewind"]
 
@@ -25,7 +26,7 @@ class Procedure:
     - "rewind": rewind-and-repeat (InfAlign, appendix G): candidates are sampled one at a time, at most ``samples``,
       and the last one is the response; ``rewind`` has the threshold.
 
-    Raises ValueError for arguments out of range.
+    Raises UserError for arguments out of range.
     """
 
     rule: Rule
@@ -35,11 +36,11 @@ class Procedure:
 
     def __post_init__(self) -> None:
         if isinstance(self.samples, bool) or not isinstance(self.samples, int) or not 1 <= self.samples <= MOST:
-            raise ValueError(f"{self.samples} candidates per prompt: expected a whole number in [1, {MOST:,}]")
+            raise UserError(f"{self.samples} candidates per prompt: expected a whole number in [1, {MOST:,}]")
         if self.rule == "soft" and not (self.tau > 0 and math.isfinite(self.tau)):
-            raise ValueError(f"tau = {self.tau}: expected a finite number > 0")
+            raise UserError(f"tau = {self.tau}: expected a finite number > 0")
         if (self.rule == "rewind") != (self.rewind is not None):
-            raise ValueError('a threshold belongs to the rule "rewind", and that rule needs one')
+            raise UserError('a threshold belongs to the rule "rewind", and that rule needs one')
 
     @property
     def needs_reward(self) -> bool:
@@ -48,11 +49,11 @@ class Procedure:
     def choose(self, scores: Sequence[float], noise: float) -> int:
         """Return the index of the response among candidates with these scores; NaN is never chosen.
 
-        ``noise``, uniform in [0, 1), decides for soft best-of-N. Raises ValueError if all scores are NaN.
+        ``noise``, uniform in [0, 1), decides for soft best-of-N. Raises UserError if all scores are NaN.
         """
         scored = [i for i, score in enumerate(scores) if not math.isnan(score)]
         if not scored:
-            raise ValueError("all scores are NaN")
+            raise UserError("all scores are NaN")
         if self.rule == "soft":
             return scored[_sampled([scores[i] for i in scored], self.tau, noise)]
         if self.rule == "rewind":
@@ -70,7 +71,7 @@ class Procedure:
         """Parse "bon:N", "wor:N", "soft:TAU:N", "maj:N" or "rewind:QUANTILE:N", the names of objectives.
 
         ``samples`` is the number of candidates if the name has none: "soft:0.1" with 8 is "soft:0.1:8". Raises
-        ValueError for an unknown name, suggesting the nearest one, for invalid arguments, and for two different
+        UserError for an unknown name, suggesting the nearest one, for invalid arguments, and for two different
         numbers of candidates.
         """
         name, *given = text.strip().split(":")
@@ -78,19 +79,19 @@ class Procedure:
             near = difflib.get_close_matches(name, FORMS, n=1)
             hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
             known = ", ".join(form.text for form in FORMS.values())
-            raise ValueError(f"procedure {text!r} is not known; expected one of {known}.{hint}")
+            raise UserError(f"procedure {text!r} is not known; expected one of {known}.{hint}")
         form = FORMS[name]
         if len(given) == form.arguments - 1 and samples is not None:
             given.append(str(samples))
         if len(given) == form.arguments - 1:
-            raise ValueError(f"procedure {text!r}: the number of candidates is missing; write {form.text!r}")
+            raise UserError(f"procedure {text!r}: the number of candidates is missing; write {form.text!r}")
         try:
             found = form.make(*given)
         except (ValueError, TypeError) as error:
             reason = "" if len(given) != form.arguments else f": {error}"
-            raise ValueError(f"procedure {text!r}: expected {form.text!r}{reason}") from None
+            raise UserError(f"procedure {text!r}: expected {form.text!r}{reason}") from None
         if samples not in (None, found.samples):
-            raise ValueError(f"procedure {text!r} samples {found.samples} candidates, but samples = {samples}")
+            raise UserError(f"procedure {text!r} samples {found.samples} candidates, but samples = {samples}")
         return found
 
 

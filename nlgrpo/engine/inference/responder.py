@@ -24,6 +24,7 @@ from nlgrpo.engine.inference.procedures import Procedure
 from nlgrpo.engine.rollouts.convert import as_candidates
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
+from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
 
 REFERENCE = 1 << 59  # flips a bit of the seed, so that the reference's samples are independent of the candidates
@@ -88,7 +89,7 @@ class Responder:
     together, and thus memory. ``scoring``: context in which the chooser scores; no model is used in it. ``chat`` and
     ``add_bos``: how prompts become token ids. The models must not be sharded.
 
-    Raises ValueError for a procedure and a chooser that do not fit together.
+    Raises UserError for a procedure and a chooser that do not fit together.
     """
 
     model: Model
@@ -108,20 +109,20 @@ class Responder:
         procedure, chooser = self.procedure, self.chooser
         if isinstance(procedure, Search):
             if not isinstance(self.model, Decoder | TransformersModel):
-                raise ValueError("a guided search needs a model of nlgrpo or transformers, not another engine")
+                raise UserError("a guided search needs a model of nlgrpo or transformers, not another engine")
             if chooser is None:
-                raise ValueError("a guided search needs a chooser: by value, by majority, or by a reward")
+                raise UserError("a guided search needs a chooser: by value, by majority, or by a reward")
             if chooser.how == VALUE and not self.values:
-                raise ValueError("--choose value needs a value model: set one, or choose by majority or a reward")
+                raise UserError("--choose value needs a value model: set one, or choose by majority or a reward")
         elif self.values or (chooser is not None and chooser.how == VALUE):
-            raise ValueError(f"{procedure} has no value models; only a guided search does")
+            raise UserError(f"{procedure} has no value models; only a guided search does")
         elif chooser is None and (procedure.samples > 1 or procedure.rewind is not None):
-            raise ValueError(f"{procedure} needs a chooser: the reward by which the response is chosen")
+            raise UserError(f"{procedure} needs a chooser: the reward by which the response is chosen")
         elif chooser is not None and procedure.needs_reward != (chooser.reward is not None):
             needed = "a reward" if procedure.needs_reward else "the majority of final answers"
-            raise ValueError(f"{procedure} chooses by {needed}, not by {chooser.how!r}")
+            raise UserError(f"{procedure} chooses by {needed}, not by {chooser.how!r}")
         if self.reference_samples < 1:
-            raise ValueError(f"reference_samples = {self.reference_samples}: expected at least 1")
+            raise UserError(f"reference_samples = {self.reference_samples}: expected at least 1")
 
     @property
     def candidates(self) -> int:
@@ -136,7 +137,7 @@ class Responder:
     def batch(self, prompts: Sequence[Prompt], chat: ChatOptions | None = None) -> Batch:
         """Return prompts as conversations, where ``chat`` makes them, with their token ids. None: the responder's.
 
-        Raises ValueError as `prompt_encoding.encode`.
+        Raises UserError as `prompt_encoding.encode`.
         """
         chat = self.chat if chat is None else chat
         given = [chat.conversation(prompt, f"prompt {i}") for i, prompt in enumerate(prompts, 1)]
@@ -152,13 +153,13 @@ class Responder:
         the responder's. ``stop``: a candidate ends before the first of these strings; the tokens after it are sampled
         and cut off, before the reward sees the candidate.
 
-        Raises ValueError for a prompt that does not fit into the context, if the reward or a value fails, and if all
+        Raises UserError for a prompt that does not fit into the context, if the reward or a value fails, and if all
         candidates of a prompt have no score.
         """
         sampling = sampling or self.sampling
         if isinstance(self.procedure, Search):
             if stop and self._by == VALUE:
-                raise ValueError("stop: a value belongs to the whole candidate; choose by a reward or by majority")
+                raise UserError("stop: a value belongs to the whole candidate; choose by a reward or by majority")
             assert isinstance(self.model, Decoder | TransformersModel)
             found, cost = guided_search.search(
                 self.model, batch.ids, self.procedure, sampling, self.values, seed=seed, index=batch.index,
@@ -213,13 +214,13 @@ class Responder:
     def _thresholds(self, batch: Batch, again: RewindAndRepeat, references: Sequence[Sequence[Scored]]) -> list[float]:
         """Threshold of each prompt: the quantile of the reference's samples that have a reward.
 
-        Raises ValueError for a prompt at which the reward abstains for all of them.
+        Raises UserError for a prompt at which the reward abstains for all of them.
         """
         found = []
         for prompt, own in zip(batch.prompts, references, strict=True):
             rewards = torch.tensor([one.score for one in own if one.score is not None], dtype=torch.float64)
             if not len(rewards):
-                raise ValueError(
+                raise UserError(
                     f"{self._by} abstains for all {len(own)} samples of the reference for the prompt "
                     f"{plain_text(prompt)!r}, so that {again} has no threshold"
                 )
@@ -268,7 +269,7 @@ class Responder:
         for prompt, own, u in zip(batch.prompts, scored, noise, strict=True):
             scores = [_number(one) for one in own]
             if self.chooser is not None and all(map(math.isnan, scores)):
-                raise ValueError(f"{self._by} is NaN for all candidates of the prompt {plain_text(prompt)!r}")
+                raise UserError(f"{self._by} is NaN for all candidates of the prompt {plain_text(prompt)!r}")
             responses.append(Response(own, 0 if self.chooser is None else rule.choose(scores, u)))
         return responses
 

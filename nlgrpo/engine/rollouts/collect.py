@@ -31,10 +31,11 @@ from nlgrpo.engine.rollouts.store import (
 )
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.engine.transformers_backend import limits_of
+from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import read_config
 from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.objectives.registry import Objective, per_completion
-from nlgrpo.rewards.reward_functions import Reward, RewardError, print_cause
+from nlgrpo.rewards.reward_functions import Reward, RewardError
 
 READS = "texts behind their prompts"  # version of `encoding.decode`; part of the digests of scores
 
@@ -67,10 +68,10 @@ def scorers(
 
 
 def refuse_pairwise(scorers: Sequence[Scorer]) -> None:
-    """Raise ValueError for a reward that compares the completions of a prompt with each other."""
+    """Raise UserError for a reward that compares the completions of a prompt with each other."""
     for scorer in scorers:
         if scorer.reward.pairwise:
-            raise ValueError(
+            raise UserError(
                 f"rewards.{scorer.name} compares completions with each other, but a search scores each one separately"
             )
 
@@ -156,10 +157,10 @@ class RolloutCollector:
         return rollout
 
     def rollout(self, chunk: Batch) -> Rollout:
-        """Load the completions that `draw` saved. Raises ValueError if they are missing."""
+        """Load the completions that `draw` saved. Raises UserError if they are missing."""
         tensors = self.store.read(chunk_name(chunk.index, chunk.ids))
         if tensors is None:
-            raise ValueError(
+            raise UserError(
                 f"completions of {self.label} are missing from {self.store.folder}; run the same command again"
             )
         return to_rollout(tensors, chunk.ids)
@@ -168,24 +169,22 @@ class RolloutCollector:
         return self.store.has(self._name(chunk, scorer))
 
     def score(self, chunk: Batch, missing: Sequence[Scorer]) -> None:
-        """Compute and save one number per completion and scorer. Raises ValueError if a reward fails."""
+        """Compute and save one number per completion and scorer. Raises UserError if a reward fails."""
         sampler = dataclasses.replace(self.sampler, rewards=[scorer.reward for scorer in missing])
         try:
             scores = sampler.score(chunk, self.rollout(chunk), first_prompt=chunk.index[0])
         except RewardError as error:
-            print_cause(error)
-            raise ValueError(
-                f"{error}\n  Completions and scores so far are saved; run the same command again to resume."
-            ) from error
+            message = f"{error}\n  Completions and scores so far are saved; run the same command again to resume."
+            raise RewardError(message) from error.__cause__
         for scorer in missing:
             values = per_completion(scorer.objective, scores.values[scorer.name])
             self.store.write(self._name(chunk, scorer), {"values": values})
 
     def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:
-        """Load the scores (p, n) that `score` saved. Raises ValueError if they are missing."""
+        """Load the scores (p, n) that `score` saved. Raises UserError if they are missing."""
         tensors = self.store.read(self._name(chunk, scorer))
         if tensors is None:
-            raise ValueError(f"scores of {self.label} are missing from {self.store.folder}; run the same command again")
+            raise UserError(f"scores of {self.label} are missing from {self.store.folder}; run the same command again")
         return tensors["values"]
 
     def _name(self, chunk: Batch, scorer: Scorer) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write
 
 FILE = "evaluation.json"
@@ -92,7 +93,7 @@ class EvaluationSamples:
     ``seeds``: the number of runs whose samples these are, one after the other (`pooled`). All have the same prompts, so
     P is then the number of prompts times seeds.
 
-    Raises ValueError if shapes or names do not agree, or for infinite rewards.
+    Raises UserError if shapes or names do not agree, or for infinite rewards.
     """
 
     rewards: dict[str, Tensor]
@@ -110,19 +111,19 @@ class EvaluationSamples:
 
     def __post_init__(self) -> None:
         if not self.rewards or any(set(d) != set(self.rewards) for d in (self.objectives, self.weights)):
-            raise ValueError(
+            raise UserError(
                 f"every reward needs an objective and a weight: rewards {sorted(self.rewards)}, "
                 f"objectives {sorted(self.objectives)}, weights {sorted(self.weights)}"
             )
         for name, values in (self.rewards | self.kl | self.answers).items():
             if values.dim() != 2 or values.shape != self.lengths.shape:
-                raise ValueError(
+                raise UserError(
                     f"reward {name!r} has shape {tuple(values.shape)} and lengths {tuple(self.lengths.shape)}: "
                     "expected (P, n)"
                 )
         for name, values in self.rewards.items():
             if values.isinf().any():
-                raise ValueError(f"reward {name!r} has infinite values; a reward is finite or NaN")
+                raise UserError(f"reward {name!r} has infinite values; a reward is finite or NaN")
 
     def applies(self) -> dict[str, Tensor]:
         """Whether each reward with a weight scores one of a prompt's samples, (P,)."""
@@ -178,13 +179,13 @@ class EvaluationSamples:
 def pooled(of_seeds: Sequence[EvaluationSamples]) -> EvaluationSamples:
     """Return the samples of runs that differ in the seed, as one: the prompts of the first, then of the second, ..
 
-    Raises ValueError for runs with different prompts, numbers of samples or rewards.
+    Raises UserError for runs with different prompts, numbers of samples or rewards.
     """
     first = of_seeds[0]
     if len(of_seeds) == 1:
         return first
     if len({(tuple(one.lengths.shape), *sorted(one.rewards)) for one in of_seeds}) > 1:
-        raise ValueError("the runs have different prompts, numbers of samples or rewards")
+        raise UserError("the runs have different prompts, numbers of samples or rewards")
 
     def joined(part: str) -> dict[str, Tensor]:
         every = [getattr(one, part) for one in of_seeds]
@@ -240,13 +241,13 @@ def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:
 
 
 def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
-    """Read ``evaluation.json`` of a run: ``{"before": ..., "after": ...}``. Raises ValueError if missing or damaged."""
+    """Read ``evaluation.json`` of a run: ``{"before": ..., "after": ...}``. Raises UserError if missing or damaged."""
     path = run / FILE
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"{path} is missing: the run is training, or was stopped before its evaluation; resume it to finish"
         )
     try:
         return {name: EvaluationSamples.from_json(data) for name, data in json.loads(path.read_text("utf-8")).items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); resume the run to evaluate again") from error
+        raise UserError(f"{path} cannot be read ({error}); resume the run to evaluate again") from error

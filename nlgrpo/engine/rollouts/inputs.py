@@ -32,6 +32,7 @@ from nlgrpo.engine.rollouts.run_inputs import RunInputs
 from nlgrpo.engine.rollouts.store import digest_of, digest_of_text
 from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError, as_user_error
 from nlgrpo.model.tokenizer import stop_ids_of
 from nlgrpo.objectives import registry
 from nlgrpo.rewards import reward_functions, specs
@@ -50,11 +51,11 @@ def embedded(source: str) -> str:
 def _room_for_prompts(cfg: Config, data: DataConfig, limits: Limits) -> int:
     """Return the maximum prompt length in tokens: data.max_prompt_tokens, at most context - rollout.max_new_tokens.
 
-    Raises ValueError if no token is left for prompts.
+    Raises UserError if no token is left for prompts.
     """
     room = limits.context - cfg.rollout.max_new_tokens
     if room < 1:
-        raise ValueError(
+        raise UserError(
             f"rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
             f"{limits.context} tokens of {cfg.model.path}"
         )
@@ -64,7 +65,7 @@ def _room_for_prompts(cfg: Config, data: DataConfig, limits: Limits) -> int:
 def load_environment(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, ranks: Ranks
 ) -> Environment | None:
-    """Load the environment of a configuration; None if it has none. Raises ValueError if that fails."""
+    """Load the environment of a configuration; None if it has none. Raises UserError if that fails."""
     if not cfg.environment.id:
         return None
     from nlgrpo.engine.environments.verifiers_environment import VerifiersEnvironment
@@ -76,9 +77,9 @@ def load_environment(
 
 
 def refuse_environment(cfg: Config, command: str) -> None:
-    """Raise ValueError if a configuration has an environment, whose conversations ``command`` cannot store."""
+    """Raise UserError if a configuration has an environment, whose conversations ``command`` cannot store."""
     if cfg.environment.id:
-        raise ValueError(f"environment.id = {cfg.environment.id!r}: {command} has no environments")
+        raise UserError(f"environment.id = {cfg.environment.id!r}: {command} has no environments")
 
 
 def load_prompts(
@@ -88,7 +89,7 @@ def load_prompts(
 
     With evaluation.prompts = 0, nothing is evaluated, and a source may be its own evaluation data.
 
-    Raises ValueError as `read_prompts`, and if all training prompts are held out.
+    Raises UserError as `read_prompts`, and if all training prompts are held out.
     """
     prompts, held_out = read_prompts(cfg, tokenizer, limits, environment)
     if held_out is prompts or not len(held_out):
@@ -108,7 +109,7 @@ def read_prompts(
     Without evaluation prompts of their own, training prompts are held out for evaluation. The evaluation prompts and
     their order do not depend on train.seed. Both sets may have a prompt in common.
 
-    Raises ValueError as `prompt_dataset.load`, for a mixture that is not one, and if the context has no room for
+    Raises UserError as `prompt_dataset.load`, for a mixture that is not one, and if the context has no room for
     prompts.
     """
     d = cfg.data
@@ -126,7 +127,7 @@ def read_prompts(
         try:
             prompts = MixedPrompts(sources, shares_of([weight for weight, _ in parts]))
         except ValueError as error:
-            raise ValueError(f"data.mixture: {error}") from error
+            raise UserError(f"data.mixture: {error}") from error
     if d.evaluation:
         inherited = "train" if is_file(embedded(d.evaluation)) else d.split  # a file has no splits
         evaluation = dataclasses.replace(d, source=d.evaluation, split=d.evaluation_split or inherited)
@@ -138,7 +139,7 @@ def read_prompts(
 def _check_template_options(
     data: DataConfig, parts: Sequence[tuple[float, DataConfig]], sources: Sequence[prompt_dataset.Prompts]
 ) -> None:
-    """Raise ValueError for a system prompt and for options of the chat template that change no prompt.
+    """Raise UserError for a system prompt and for options of the chat template that change no prompt.
 
     Those of [data] may be for some of the sources; what a source of a mixture sets is for this one.
     """
@@ -188,9 +189,9 @@ def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits)
 
 
 def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Reader:
-    """Return the reader of data.source. Raises ValueError if it is empty, or for tools that cannot be loaded."""
+    """Return the reader of data.source. Raises UserError if it is empty, or for tools that cannot be loaded."""
     if not data.source:
-        raise ValueError("data.source is empty: set a file of prompts, a data set, or the embedded 'story-prompts'")
+        raise UserError("data.source is empty: set a file of prompts, a data set, or the embedded 'story-prompts'")
     chat = ChatOptions(data.system_prompt, data.chat, data.chat_template_kwargs, load_tools(data.tools))
     options = SourceOptions(
         split=data.split,
@@ -226,10 +227,10 @@ def _part(data: DataConfig, name: str, value: object) -> tuple[float, DataConfig
     table = dict(value) if isinstance(value, Mapping) else {"weight": value}
     weight = table.pop("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool):
-        raise ValueError(f"data.mixture: the weight of {name!r} is {weight!r} instead of a number")
+        raise UserError(f"data.mixture: the weight of {name!r} is {weight!r} instead of a number")
     for key in ("mixture", "evaluation", "evaluation_split"):
         if key in table:
-            raise ValueError(f"data.mixture: {name!r} sets {key!r}, which is not an option of a source")
+            raise UserError(f"data.mixture: {name!r} sets {key!r}, which is not an option of a source")
     part = schema.overlay(dataclasses.replace(data, source=name, mixture={}), table, f"data.mixture, {name!r}")
     return float(weight), part
 
@@ -237,12 +238,12 @@ def _part(data: DataConfig, name: str, value: object) -> tuple[float, DataConfig
 def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -> Sampling:
     """Build the sampling options of [rollout]; stop ids of the generation config and the tokenizer's EOS are added.
 
-    Raises ValueError for a stop id outside the tokenizer's vocabulary.
+    Raises UserError for a stop id outside the tokenizer's vocabulary.
     """
     r = cfg.rollout
     largest = max(tokenizer.get_vocab().values())
     if max(r.stop_ids, default=0) > largest:
-        raise ValueError(f"rollout.stop_ids = {r.stop_ids}: the largest token id of {cfg.model.path} is {largest}")
+        raise UserError(f"rollout.stop_ids = {r.stop_ids}: the largest token id of {cfg.model.path} is {largest}")
     return Sampling(
         temperature=r.temperature,
         top_k=r.top_k,
@@ -256,8 +257,9 @@ def sampling_of(cfg: Config, tokenizer: PreTrainedTokenizerBase, source: Path) -
 def load_rewards(
     cfg: Config, device: torch.device
 ) -> tuple[dict[str, registry.Objective], list[reward_functions.Reward]]:
-    """Load the objectives (by reward name) and the rewards. Raises ValueError if one cannot be loaded."""
-    parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
+    """Load the objectives (by reward name) and the rewards. Raises UserError if one cannot be loaded."""
+    with as_user_error():
+        parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
     loaded = [
         specs.load(
             name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(device),

@@ -22,7 +22,7 @@ def loaded(
     """Context with a function that returns the engine of ``draws``; the engine is closed at the end.
 
     nlgrpo's engine is loaded by the first call. vLLM starts on all ranks together, if ``missing`` is true on any: then
-    this is collective. Raises ValueError as `frozen.load`.
+    this is collective. Raises UserError as `frozen.load`.
     """
     context = max(map(len, draws.batch.ids), default=0) + draws.sampler.sampling.max_new_tokens
     load = cache(

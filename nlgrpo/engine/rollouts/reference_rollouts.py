@@ -24,6 +24,7 @@ from nlgrpo.data.prompt_dataset import PromptSet
 from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer
 from nlgrpo.engine.rollouts.store import Store, Tensors, chunk_name, digest_of_prompt, digests_of_columns, score_name
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 
 FILE = "rollouts.json"
@@ -81,10 +82,10 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Read ``rollouts.json``. Raises ValueError if it is missing or damaged."""
+    """Read ``rollouts.json``. Raises UserError if it is missing or damaged."""
     path = folder / FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing; expected the --out folder of `nlgrpo rollout`")
+        raise UserError(f"{path} is missing; expected the --out folder of `nlgrpo rollout`")
     try:
         data = json.loads(path.read_text("utf-8"))
         data["origin"]["sampling"]["stop_ids"] = tuple(data["origin"]["sampling"]["stop_ids"])
@@ -95,7 +96,7 @@ def read_index(folder: Path) -> Index:
         data.setdefault("columns", [""] * len(data["prompts"]))  # written by an older version
         return Index(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read ({error!r}); run the same `nlgrpo rollout` to write it again"
         ) from error
 
@@ -125,12 +126,12 @@ class ReferenceRollouts:
         return self._rows.get(digest_of_prompt(prompt_ids))
 
     def ids(self, row: int) -> list[list[int]]:
-        """Read the token ids of a prompt's K completions. Raises ValueError if their file is missing or damaged."""
+        """Read the token ids of a prompt's K completions. Raises UserError if their file is missing or damaged."""
         number = bisect.bisect_right(self._starts, row) - 1
         name, _ = self.index.files[number]
         tensors = _store(self.folder, self.index).read(name, ("tokens",))
         if tensors is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: completions of prompt {row} are missing or damaged; run the same `nlgrpo rollout` to "
                 "resume"
             )
@@ -138,11 +139,11 @@ class ReferenceRollouts:
         return [row_ids[:length] for row_ids, length in zip(tokens, self.lengths[row].tolist(), strict=True)]
 
     def tokens(self) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """Yield the token ids of each prompt and of its K completions. Raises ValueError for a damaged file."""
+        """Yield the token ids of each prompt and of its K completions. Raises UserError for a damaged file."""
         for name, _ in self.index.files:
             tensors = _store(self.folder, self.index).read(name, ("prompts", "prompt_lengths", "tokens", "lengths"))
             if tensors is None:
-                raise ValueError(
+                raise UserError(
                     f"{self.folder}: completions are missing or damaged, or were written by a version that did not "
                     "save their prompts; run `nlgrpo rollout` with a new --out folder"
                 )
@@ -151,17 +152,17 @@ class ReferenceRollouts:
                 yield prompt, [ids[:n] for ids, n in zip(rows.tolist(), lengths, strict=True)]
 
     def reward(self, name: str) -> Tensor:
-        """Return the values (P, K) of a reward. Raises ValueError if it was not scored."""
+        """Return the values (P, K) of a reward. Raises UserError if it was not scored."""
         if name not in self.rewards:
-            raise ValueError(f"{self.folder}: {_not_scored(name, self.index)}")
+            raise UserError(f"{self.folder}: {_not_scored(name, self.index)}")
         return self.rewards[name]
 
     def ecdf(self, name: str) -> ECDF:
-        """Return the empirical CDF of each prompt. Raises ValueError for a reward that was not scored or abstained."""
+        """Return the empirical CDF of each prompt. Raises UserError for a reward that was not scored or abstained."""
         values = self.reward(name)
         absent = values.isnan()
         if absent.any():
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: reward {name!r} abstained for {int(absent.sum())} of {absent.numel()} samples, of "
                 f"{int(absent.any(1).sum())} of {len(values)} prompts, and these CDFs are over the same number of "
                 "samples at each prompt: return a number there and run `nlgrpo rollout` again, or take the samples "
@@ -173,7 +174,7 @@ class ReferenceRollouts:
         """Check that the rollouts have the reference, tokenizer, sampling and rewards of a run.
 
         ``origin`` and ``scorers`` describe the run (`Provenance.of`, `collect.scorers`). The rollouts may have more
-        rewards and prompts, and another compute dtype. Raises ValueError with a list of the differences.
+        rewards and prompts, and another compute dtype. Raises UserError with a list of the differences.
         """
         conflicts = differences(self.index, origin) + _differences_of_rewards(self.index, scorers)
         if conflicts:
@@ -182,10 +183,10 @@ class ReferenceRollouts:
                 advice = (
                     f"run `nlgrpo rollout` with the rewards of the run and --out {self.folder} to score these samples"
                 )
-            raise ValueError("\n  ".join([f"the rollouts in {self.folder} do not fit the run:", *conflicts, advice]))
+            raise UserError("\n  ".join([f"the rollouts in {self.folder} do not fit the run:", *conflicts, advice]))
 
     def check_columns(self, prompts: PromptSet) -> None:
-        """Raise ValueError if data columns of ``prompts``, such as an answer, have changed since scoring."""
+        """Raise UserError if data columns of ``prompts``, such as an answer, have changed since scoring."""
         scored = set(zip(self.index.prompts, self.index.columns, strict=True))
         given = zip(map(digest_of_prompt, prompts.ids), digests_of_columns(prompts.columns, len(prompts)), strict=True)
         changed = sum(
@@ -193,7 +194,7 @@ class ReferenceRollouts:
             for prompt, columns in given
         )
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"the data columns of {changed} of {len(prompts)} prompts have changed since the rollouts in "
                 f"{self.folder} were scored; run `nlgrpo rollout` with the data of the run and --out {self.folder} to "
                 "score them again"
@@ -211,7 +212,7 @@ class ReferenceRollouts:
 def load(folder: str | Path) -> ReferenceRollouts:
     """Load the rollouts that `nlgrpo rollout` wrote into ``folder``.
 
-    Raises ValueError if completions or scores of some prompts are missing or damaged.
+    Raises UserError if completions or scores of some prompts are missing or damaged.
     """
     folder = Path(folder)
     index = read_index(folder)
@@ -221,7 +222,7 @@ def load(folder: str | Path) -> ReferenceRollouts:
     found = [_read(store, name, columns, index.rewards) for (name, _), columns in zip(index.files, parts, strict=True)]
     missing = sum(prompts for (_, prompts), tensors in zip(index.files, found, strict=True) if tensors is None)
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the rollouts of {missing} of {len(index.prompts)} prompts are missing, damaged or not scored; "
             "run the same `nlgrpo rollout` again to resume"
         )

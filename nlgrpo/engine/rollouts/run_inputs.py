@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.data.prompt_dataset import PromptSet
 from nlgrpo.engine.rollouts import store
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 
 FILE = "inputs.json"
@@ -74,7 +75,7 @@ class RunInputs:
 def read_digests(folder: Path) -> dict[str, str] | None:
     """Read the digests of a run; None if it began before they were written.
 
-    Files that were read for them are known from then on. Raises ValueError for a damaged file.
+    Files that were read for them are known from then on. Raises UserError for a damaged file.
     """
     path = folder / FILE
     if not path.is_file():
@@ -85,7 +86,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
             store.READ.setdefault(name, (int(size), int(modified), int(changed), str(digest)))
         return {str(name): str(digest) for name, digest in saved["digests"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read ({error!r}); remove it to go on without comparing data, rewards and model with "
             "those of the first start"
         ) from error

@@ -19,7 +19,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.calling import needs_main_thread
-from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision import phases
@@ -122,7 +122,7 @@ class Sampler:
         mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
         rollout = ranks.agree(lambda: self.draw(engine, mine))
         first = mine.index[0] if mine.index else 0
-        scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first), RewardError)
+        scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first))
         texts = self.texts(mine.prompts, rollout)
         shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
         values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}

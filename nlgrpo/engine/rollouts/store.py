@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files, user_code
 
 Tensors = dict[str, Tensor]
@@ -58,7 +59,7 @@ class Store:
     def read(self, name: str, keys: Sequence[str] | None = None) -> Tensors | None:
         """Read all tensors of a file, or only those of ``keys``. Returns None if the file is missing or damaged.
 
-        Raises ValueError if the disk cannot be read.
+        Raises UserError if the disk cannot be read.
         """
         path = self._path(name)
         try:
@@ -66,7 +67,7 @@ class Store:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
         try:
             tensors = safetensors.torch.load(content)
             written = _metadata(content).get(SHA256)  # earlier versions did not write it

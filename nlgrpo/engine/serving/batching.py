@@ -16,6 +16,7 @@ from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.inference.responder import Responder, Response
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class Batcher:
             "request failed: %s: %s",
             type(error).__name__,
             error,
-            exc_info=None if isinstance(error, ValueError) else error,
+            exc_info=error.__cause__ if isinstance(error, UserError) else error,
         )
         job.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 

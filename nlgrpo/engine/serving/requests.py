@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nlgrpo.data.messages import brief, content_text
+from nlgrpo.errors import UserError
 
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1)]
@@ -86,9 +87,9 @@ class Request(BaseModel):
             return data
         for name, neutral in NEUTRAL.items():
             if name in data and name not in cls.model_fields and data[name] not in neutral:
-                raise ValueError(f"{name!r} is not supported by this server")
+                raise UserError(f"{name!r} is not supported by this server")
         if data.get("stream_options") is not None and not data.get("stream"):
-            raise ValueError("stream_options: only with stream")
+            raise UserError("stream_options: only with stream")
         return {
             name: value
             for name, value in data.items()
@@ -100,9 +101,9 @@ class Request(BaseModel):
     def _stop_strings(cls, value: object) -> list[str]:
         strings = [value] if isinstance(value, str) else value
         if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-            raise ValueError(f"expected a text or a list of texts, got {brief(value)}")
+            raise UserError(f"expected a text or a list of texts, got {brief(value)}")
         if "" in strings:
-            raise ValueError("an empty string stops before the first token; leave it out")
+            raise UserError("an empty string stops before the first token; leave it out")
         return strings
 
     @property
@@ -136,7 +137,7 @@ class Message(BaseModel):
             name: value for name, value in data.items() if name == "content" or value not in (None, False, "", [], {})
         }
         if others := kept.keys() - cls.model_fields.keys():
-            raise ValueError(
+            raise UserError(
                 f"{min(others)!r} is not supported in a message; this server takes {', '.join(cls.model_fields)}"
             )
         if kept.get("tool_calls") and kept.get("content") == []:
@@ -172,7 +173,7 @@ class ChatRequest(Request):
         continued = role == "assistant"
         for name, right in (("continue_final_message", continued), ("add_generation_prompt", not continued)):
             if getattr(self, name) not in (None, right):
-                raise ValueError(
+                raise UserError(
                     f"{name} = {json.dumps(not right)} is not supported where the last message has the role {role!r}: "
                     f"the response {'continues it' if continued else 'is a message of its own'}; leave the option out"
                 )
@@ -182,7 +183,7 @@ class ChatRequest(Request):
     def _one_limit(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             both = f"max_tokens = {self.max_tokens}, max_completion_tokens = {self.max_completion_tokens}"
-            raise ValueError(f"{both}: give one of them")
+            raise UserError(f"{both}: give one of them")
         return self
 
     @property

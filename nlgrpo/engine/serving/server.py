@@ -14,17 +14,18 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from nlgrpo.engine.serving.batching import Batcher
+from nlgrpo.errors import UserError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Port 0 takes a free port. Raises ValueError if the address cannot be used."""
+    """Return a listening socket. Port 0 takes a free port. Raises UserError if the address cannot be used."""
     if not 0 <= port < 65536:
-        raise ValueError(f"port = {port}: expected a number in [0, 65535]")
+        raise UserError(f"port = {port}: expected a number in [0, 65535]")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def run(app: ASGIApp, batcher: Batcher, listener: socket.socket, *, grace: float) -> int:

@@ -14,6 +14,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
 from nlgrpo import __version__
 from nlgrpo.config import comparing, toml_file
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
+from nlgrpo.errors import UserError, as_user_error
 from nlgrpo.evaluation import report, run_loader
 from nlgrpo.evaluation.results import changes, format_change, format_interval
 from nlgrpo.training.tracking import run_files
@@ -24,18 +25,18 @@ TOML = "run.toml"  # its configuration, in the same folder
 
 
 def exported(run: Path) -> Path:
-    """Return the folder of the trained model, or of its adapter. Raises ValueError for a run that has not finished."""
+    """Return the folder of the trained model, or of its adapter. Raises UserError for a run that has not finished."""
     for name in MODELS:
         if (run / name / "config.json").is_file() or (run / name / "adapter_config.json").is_file():
             return run / name
-    raise ValueError(f"{run} has no trained model: the run has not finished, or the folder is not that of a run")
+    raise UserError(f"{run} has no trained model: the run has not finished, or the folder is not that of a run")
 
 
 def model_card(run: Path, repository: str) -> str:
     """Return the model card of a finished run, with its metadata.
 
     It has the data, the objectives, the results before and after training with intervals, the command and the versions.
-    Raises ValueError as `exported`.
+    Raises UserError as `exported`.
     """
     adapter = exported(run).name == "adapter"
     notes: list[str] = []
@@ -121,7 +122,7 @@ def _training(run: Path, config: Mapping[str, Any]) -> str:
 def push(run: Path, repository: str, *, private: bool = False) -> str:
     """Upload the model, its card and the report in one commit, and return the address.
 
-    The token is that of ``hf auth login`` or HF_TOKEN. Creates the repository if it is not there. Raises ValueError as
+    The token is that of ``hf auth login`` or HF_TOKEN. Creates the repository if it is not there. Raises UserError as
     `exported`, and for what the Hub refuses.
     """
     folder, card = exported(run), model_card(run, repository)
@@ -139,7 +140,7 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
         api.create_commit(created.repo_id, operations, commit_message="Upload a run of nlgrpo")
     except Exception as error:  # of httpx, the hub, and its upload extension
         text = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
+        raise UserError(
             f"cannot push to {repository}: {type(error).__name__}: {text}. The run is saved; `nlgrpo push {run} --repo "
             f"{repository}` tries again"
         ) from error
@@ -147,7 +148,8 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
 
 
 def check_name(repository: str) -> None:
-    """Raise ValueError for a name that no repository can have."""
+    """Raise UserError for a name that no repository can have."""
     from huggingface_hub.utils import validate_repo_id
 
-    validate_repo_id(repository)
+    with as_user_error():
+        validate_repo_id(repository)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.processes.sandbox import NOT_ISOLATED
 
 SCRIPT = Path(__file__).with_name("sandbox.py")
@@ -49,7 +50,7 @@ class Code:
 
     ``workers`` programs run at a time (0: one per core, at most 16). Metrics: ``code/timeouts``.
 
-    Raises ValueError for invalid arguments and where a program cannot be isolated; RuntimeError if it cannot later.
+    Raises UserError for invalid arguments and where a program cannot be isolated; RuntimeError if it cannot later.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class Code:
         workers: int = 0,
     ) -> None:
         if not 0 < seconds < 2**31:
-            raise ValueError(f"seconds must be above 0, got {seconds!r}")
+            raise UserError(f"seconds must be above 0, got {seconds!r}")
         for name, value, least in (("memory", memory, 64), ("workers", workers, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+                raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
         self.column, self.entry, self.continue_prompt, self.partial = column, entry, continue_prompt, partial
         self.seconds, self.memory, self.isolated = seconds, memory, isolated
         self.workers = workers or max(1, min(16, os.cpu_count() or 1))
         self.data_columns = (column, *([entry] if entry else []))
         if isolated and (first := self.run("pass", "")).status == "not isolated":
-            raise ValueError(
+            raise UserError(
                 f"a program cannot be isolated on this machine ({first.output.strip()}); code(isolated=False) runs it "
                 "with limits of time and memory only"
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.processes.user_functions import maker
 from nlgrpo.rewards.processes.workers import NoAnswer, TooLate, Worker
 from nlgrpo.runtime.supervision.time_limit import TimedOut
@@ -97,27 +98,27 @@ class FunctionProcess:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> FunctionProcess:
-        """Start a process for a function of a module. Raises ValueError for another one, such as a lambda."""
+        """Start a process for a function of a module. Raises UserError for another one, such as a lambda."""
         return cls.made_by(maker(function))
 
     @classmethod
     def made_by(cls, make: Callable[[], Callable[..., Any]]) -> FunctionProcess:
-        """Start a process for the function that ``make`` returns there. Raises ValueError if it fails."""
+        """Start a process for the function that ``make`` returns there. Raises UserError if it fails."""
         try:
             pickled = pickle.dumps(make)
         except Exception as error:  # of any type: it may come from the methods of an object
-            raise ValueError(f"it cannot be sent to a process of its own ({error}); {EXPECTED}") from error
+            raise UserError(f"it cannot be sent to a process of its own ({error}); {EXPECTED}") from error
         worker = FunctionWorker(make=pickled)
         try:
             worker.start()
         except ErrorInProcess as error:
             worker.stop()
-            if error.kind == "ValueError":  # of the function's name or arguments
-                raise ValueError(error.said) from error
-            raise ValueError(f"a process of its own cannot load it, {error.kind}: {error.said}; {EXPECTED}") from error
+            if error.kind in ("UserError", "ValueError"):  # of the function's name or arguments
+                raise UserError(error.said) from error
+            raise UserError(f"a process of its own cannot load it, {error.kind}: {error.said}; {EXPECTED}") from error
         except NoAnswer as error:
             worker.stop()
-            raise ValueError(f"its process did not start: {error}") from error
+            raise UserError(f"its process did not start: {error}") from error
         return cls(pickled, worker.description, idle=deque([worker]))
 
     def __call__(self, count: int, /, **arguments: Any) -> Any:
@@ -152,7 +153,7 @@ def _encoded(*question: Any) -> bytes:
     try:
         return base64.b64encode(pickle.dumps(question))
     except Exception as error:  # of any type: it may come from the methods of an object
-        raise ValueError(f"its arguments cannot be sent to a process of its own: {error}") from error
+        raise UserError(f"its arguments cannot be sent to a process of its own: {error}") from error
 
 
 def _result(answer: tuple[Any, ...]) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.data.conversations import text_of
+from nlgrpo.errors import UserError
 from nlgrpo.rewards.processes.workers import Workers
 
 SCRIPT = Path(__file__).with_name("math_worker.py")
@@ -24,16 +25,16 @@ class Math:
     Answers are checked in ``workers`` processes of their own (0: one per two cores, at most 8). One that takes longer
     than ``seconds`` counts as wrong. Metric ``math/timeouts``; the column ``answer_parsed`` of the samples.
 
-    Raises ValueError for invalid arguments, if math-verify is not installed, and for data without the column.
+    Raises UserError for invalid arguments, if math-verify is not installed, and for data without the column.
     """
 
     def __init__(self, column: str = "answer", boxed: bool = True, seconds: float = 15.0, workers: int = 0) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("math needs the package math-verify: run pip install nlgrpo[math]")
+            raise UserError("math needs the package math-verify: run pip install nlgrpo[math]")
         if not seconds > 0:
-            raise ValueError(f"seconds must be above 0, got {seconds!r}")
+            raise UserError(f"seconds must be above 0, got {seconds!r}")
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-            raise ValueError(f"workers must be a whole number of at least 0, got {workers!r}")
+            raise UserError(f"workers must be a whole number of at least 0, got {workers!r}")
         self.column, self.boxed = column, boxed
         self.data_columns = (column,)
         self._known: dict[str, str] = {}  # answers of the completions of the last call, for `answer`

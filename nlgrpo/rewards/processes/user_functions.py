@@ -9,29 +9,30 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.user_code import nearest, parameters
 
 
 def imported(target: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Import the function that ``target`` names, and bind the arguments. Raises ValueError as `bind`."""
+    """Import the function that ``target`` names, and bind the arguments. Raises UserError as `bind`."""
     return bind(target, user_code.function(target), arguments)
 
 
 def bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
     """Bind arguments to a function, or build an object of a class with them.
 
-    Raises ValueError for arguments that it does not take or that are missing, and for a class that rejects them.
+    Raises UserError for arguments that it does not take or that are missing, and for a class that rejects them.
     """
     taken, required, takes_all = parameters(function)
     unknown = [name for name in arguments if not takes_all and name not in taken]
     missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{target} does not take {unknown[0]!r}{nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
         )
     if missing:
-        raise ValueError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
+        raise UserError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
     if not isinstance(function, type):
         return functools.partial(function, **arguments)
     try:
@@ -39,7 +40,7 @@ def bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise ValueError(f"{target} cannot be built, {type(error).__name__}: {error}") from error
+        raise UserError(f"{target} cannot be built, {type(error).__name__}: {error}") from error
     return instance
 
 

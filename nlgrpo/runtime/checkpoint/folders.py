@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import nlgrpo
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 
 Digest = dict[str, Any]  # "bytes" and "sha256" of a file
@@ -25,7 +26,7 @@ _HIDDEN = re.compile(r"\.(step-\d{8,})\.(partial|old|gone)")
 class Keep:
     """Checkpoints that are not deleted: the ``newest`` ones, and each whose step is a multiple of ``every`` (0: none).
 
-    Raises ValueError for impossible numbers.
+    Raises UserError for impossible numbers.
     """
 
     newest: int = 2
@@ -33,7 +34,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.newest < 1 or self.every < 0:
-            raise ValueError(f"{self}: newest must be 1 or more, every 0 or more.")
+            raise UserError(f"{self}: newest must be 1 or more, every 0 or more.")
 
     def outdated(self, steps: list[int]) -> list[int]:
         """Return those of ``steps``, ascending, that are deleted."""
@@ -112,7 +113,7 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def drop(folder: Path, step: int) -> None:
-    """Delete the checkpoints after ``step``. Raises ValueError if they cannot be deleted."""
+    """Delete the checkpoints after ``step``. Raises UserError if they cannot be deleted."""
     with atomic_files.into(folder):
         prune(folder, [later for later in steps(folder) if later > step])
 

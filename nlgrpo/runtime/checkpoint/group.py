@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 
 Value = TypeVar("Value")
@@ -53,5 +54,5 @@ class Group:
         outcomes = self.gather((result, fault))
         first = next((fault for _, fault in outcomes if fault), None)
         if first is not None:
-            raise ValueError(first)
+            raise UserError(first)
         return [value for part, _ in outcomes for value in part]

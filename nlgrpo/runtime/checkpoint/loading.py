@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.checkpoint import folders, tensors
 from nlgrpo.runtime.checkpoint.group import Group
 from nlgrpo.runtime.seeding import set_random_state
@@ -21,7 +22,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """Load the newest complete checkpoint into ``model``, ``optimizer`` and the random generators. Every rank calls it.
 
     Returns the saved state, or None if the folder has no checkpoint. The number of ranks may differ from that of the
-    save; ranks without saved random generators keep their own. Gradients are dropped. Raises ValueError if all
+    save; ranks without saved random generators keep their own. Gradients are dropped. Raises UserError if all
     checkpoints are damaged, and if the newest complete one does not fit; the model is then unchanged.
     """
     path, group = newest(folder), Group.all()
@@ -38,7 +39,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def newest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None without any; damaged ones are logged. Every rank calls it.
 
-    Raises ValueError if all are damaged.
+    Raises UserError if all are damaged.
     """
     folder, group = Path(folder), Group.all()
     first = group.rank == 0
@@ -54,7 +55,7 @@ def newest(folder: Path) -> Path | None:
         if first:
             log.warning("Checkpoint %s is damaged and skipped: %s", path.name, damage)
     if damages:
-        raise ValueError(
+        raise UserError(
             f"All checkpoints in {folder} are damaged:\n  " + "\n  ".join(damages) + "\n"
             "  To start again, remove the folder or choose another one."
         )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.checkpoint import folders, storage, tensors
 from nlgrpo.runtime.checkpoint.folders import Digest, Keep
 from nlgrpo.runtime.checkpoint.group import Group
@@ -41,7 +42,7 @@ def save(
     replaced. Then those up to this step that ``keep`` does not name are deleted; later ones may be damaged, and stay.
 
     What was written is read again from the disk and compared. Model, optimizer and random generators do not change.
-    Raises ValueError on every rank if one of them cannot write; earlier checkpoints are then unchanged.
+    Raises UserError on every rank if one of them cannot write; earlier checkpoints are then unchanged.
     """
     snapshot = Snapshot.of(step, model, optimizer, state, trained_only=trained_only)
     return write(Path(folder), snapshot, keep, Group.all())
@@ -72,7 +73,7 @@ class Saver:
     ) -> None:
         """Save checkpoint ``step``. Unless ``wait``, a saver with ``background`` returns when the tensors are copied.
 
-        Raises the ValueError of this checkpoint or, on all ranks, that of the one before.
+        Raises the UserError of this checkpoint or, on all ranks, that of the one before.
         """
         self.wait()
         snapshot = Snapshot.of(step, model, optimizer, state, trained_only=self.trained_only)
@@ -83,12 +84,12 @@ class Saver:
         self._writing = in_thread(lambda: write(self.folder, snapshot, self.keep, self._group), "nlgrpo-checkpoint")
 
     def poll(self, ranks: Ranks) -> None:
-        """Raise ValueError if the checkpoint that is being written has failed; collective while one is."""
+        """Raise UserError if the checkpoint that is being written has failed; collective while one is."""
         if self._writing is not None and ranks.any(self._writing.done()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises ValueError on every rank if one could not write."""
+        """Wait until nothing is being written. Raises UserError on every rank if one could not write."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -108,7 +109,7 @@ class Snapshot:
         cls, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, trained_only: bool
     ) -> Snapshot:
         if step < 0:
-            raise ValueError(f"save(step={step}): step must be 0 or more.")
+            raise UserError(f"save(step={step}): step must be 0 or more.")
         groups = tensors.param_groups(model, optimizer)
         return cls(
             step,
@@ -130,7 +131,7 @@ def _on_host(tensors: Tensors) -> Tensors:
 
 
 def write(folder: Path, snapshot: Snapshot, keep: Keep, group: Group) -> Path:
-    """Write a snapshot; collective. Raises ValueError on every rank if one of them cannot write."""
+    """Write a snapshot; collective. Raises UserError on every rank if one of them cannot write."""
     target = folders.named(folder, snapshot.step)
     partial, first = folder / f".{target.name}.partial", group.rank == 0
     try:
@@ -157,6 +158,6 @@ def _to_json(value: dict[str, Any]) -> str:
     try:
         return json.dumps(value)
     except TypeError as error:
-        raise ValueError(
+        raise UserError(
             f"The state of a checkpoint may contain strings, numbers, lists and dicts with string keys: {error}."
         ) from error

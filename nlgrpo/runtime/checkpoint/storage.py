@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from nlgrpo.errors import UserError
+
 Digest = dict[str, Any]  # "bytes" and "sha256" of a file
 FILE_BYTES = 2**26  # of tensors in a file, which DCP copies whole before it writes them
 
@@ -91,9 +93,9 @@ def _files(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
 
 
 def stored(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of each tensor of a checkpoint. Raises ValueError for one of an earlier version."""
+    """Return shape and dtype of each tensor of a checkpoint. Raises UserError for one of an earlier version."""
     if (folder / ".metadata").exists():
-        raise ValueError(
+        raise UserError(
             f"{folder} was written by nlgrpo before its checkpoints were safetensors files; its index is a pickle, "
             "which is not read. Finish the run with that version, or restart it (--train.restart)."
         )

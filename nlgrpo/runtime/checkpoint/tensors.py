@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.checkpoint import storage
 
 Tensors = dict[str, Tensor]
@@ -37,7 +38,7 @@ def _optimizer_tensors(states: dict[str, Any]) -> Tensors:
 def _only_tensors(named: dict[str, Any]) -> Tensors:
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):  # PyTorch would store it as a pickle
-            raise ValueError(f"{name} is a {type(value).__name__}; a checkpoint can only store tensors.")
+            raise UserError(f"{name} is a {type(value).__name__}; a checkpoint can only store tensors.")
     return named
 
 
@@ -53,7 +54,7 @@ def param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dic
     wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
     names = {parameter: wrappers.sub("", name) for name, parameter in model.named_parameters()}
     if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("The optimiser has a parameter that is not one of the model's; both are saved together.")
+        raise UserError("The optimiser has a parameter that is not one of the model's; both are saved together.")
     return [
         {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         | {"params": [names[parameter] for parameter in group["params"]]}
@@ -72,14 +73,14 @@ def restore(
 ) -> None:
     """Load a checkpoint into ``model`` and ``optimizer``; collective unless ``alone``.
 
-    Raises ValueError if it does not fit; nothing has changed then.
+    Raises UserError if it does not fit; nothing has changed then.
     """
     stored = storage.stored(path)
     moments = {name: entry for name, entry in stored.items() if name.startswith("optimizer/")}
     tensors = _model_tensors(model, trained_only)
     _check_fit(path, tensors, {name: entry for name, entry in stored.items() if name not in moments})
     if [group["params"] for group in param_groups(model, optimizer)] != [group["params"] for group in groups]:
-        raise ValueError(f"{path} has different parameter groups of the optimiser; resume with the same groups.")
+        raise UserError(f"{path} has different parameter groups of the optimiser; resume with the same groups.")
     states = _blank_states(model, optimizer, {name.split("/")[1] for name in moments})
     _check_fit(path, _optimizer_tensors(states["state"]), moments)
     storage.read(path, tensors | _optimizer_tensors(states["state"]), alone=alone)
@@ -108,10 +109,10 @@ def _restore_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, A
 
 
 def _check_fit(path: Path, ours: Tensors, stored: Mapping[str, TensorStorageMetadata]) -> None:
-    """Raise ValueError unless names, shapes and dtypes are equal."""
+    """Raise UserError unless names, shapes and dtypes are equal."""
     for only, where in ((ours.keys() - stored.keys(), "this run"), (stored.keys() - ours.keys(), "the checkpoint")):
         if only:
-            raise ValueError(
+            raise UserError(
                 f"{path} does not fit: {min(only)} is only in {where} (one of {len(only)}).\n"
                 "  Resume with the model and optimiser of the save, or choose another folder to start again."
             )
@@ -121,7 +122,7 @@ def _check_fit(path: Path, ours: Tensors, stored: Mapping[str, TensorStorageMeta
             _describe(tensor.dtype, tensor.shape),
         )
         if saved != expected:
-            raise ValueError(f"{path} does not fit: {name} is {saved} in the checkpoint and {expected} in this run.")
+            raise UserError(f"{path} does not fit: {name} is {saved} in the checkpoint and {expected} in this run.")
 
 
 def _describe(dtype: torch.dtype, shape: torch.Size) -> str:

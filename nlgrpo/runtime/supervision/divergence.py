@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nlgrpo.errors import UserError
+
 MINIMUM = 20  # values that a band needs
 CONSTANT = "advantage/frac_zero_std"
 CONSTANT_STEPS = 10  # steps in which no group has different linearised rewards
@@ -51,7 +53,7 @@ class DivergenceConfig:
         ]
 
 
-class Diverged(ValueError):
+class Diverged(UserError):
     """A run has diverged. ``onset``: the first step that was outside."""
 
     def __init__(self, text: str, onset: int) -> None:

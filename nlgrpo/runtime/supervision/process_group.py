@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nlgrpo import errors
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.phases import Limits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
@@ -27,7 +29,8 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
 
     Without torchrun, the group is this process alone. Several ranks are watched: all end if one is silent, or if none
     makes progress within ``limits``. Collectives wait at least twice as long, so that the watchdog, which knows which
-    rank is to blame, is first. Raises ValueError if a collective fails because another rank has ended.
+    rank is to blame, is first. An exception that leaves the context on one of several ranks ends the process. It is
+    shown once, by the first rank that raised it (`nlgrpo.errors`).
     """
     limits = limits or Limits()
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -43,16 +46,37 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
     try:
         with watching(met, limits):
             yield Ranks(rank, world, device)
-    except RuntimeError as error:
-        if ENDED.search(str(error)) is None:
+    except Exception as error:
+        if world == 1:
             raise
-        raise ValueError(f"rank {rank} has lost the connection to another rank, which has ended: {error}") from error
+        fault = _of_rank(error, rank)
+        elsewhere = isinstance(fault, UserError) and fault.elsewhere
+        if not elsewhere and _first_to_fail(store):
+            errors.show(fault)
+        raise errors.Shown(fault) from error
     finally:
         # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in
         # an interpreter that is shutting down, and the process may abort. One process shards nothing.
         if dist.get_world_size() > 1:
             gc.collect()
         dist.destroy_process_group()
+
+
+def _of_rank(error: Exception, rank: int) -> Exception:
+    """Return the error to show for an exception of one of several ranks."""
+    if isinstance(error, RuntimeError) and ENDED.search(str(error)):
+        return UserError(f"rank {rank} has lost the connection to another rank, which has ended: {error}")
+    if not isinstance(error, UserError):
+        error.add_note(f"This is rank {rank}.")
+    return error
+
+
+def _first_to_fail(store: dist.Store) -> bool:
+    """Whether no other rank has shown an error."""
+    try:
+        return store.add("failed", 1) == 1
+    except RuntimeError:  # the rank that serves the store has ended
+        return True
 
 
 def _collectives(limits: Limits) -> float:

@@ -9,11 +9,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from nlgrpo.errors import UserError
+
 POLL = 0.05  # seconds
 
 
 class Rendezvous:
-    """The ranks of one attempt, from torchrun's environment variables. Raises ValueError if some of them are missing.
+    """The ranks of one attempt, from torchrun's environment variables. Raises UserError if some of them are missing.
 
     torchrun keeps its store when it restarts the ranks (PyTorch 2.13), and the keys of the attempt before: a rank would
     then connect to the address of a process that has ended. Hence the ranks agree on a new prefix of all keys.
@@ -21,7 +23,7 @@ class Rendezvous:
 
     def __init__(self, timeout: timedelta) -> None:
         if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if name not in os.environ]:
-            raise ValueError(
+            raise UserError(
                 f"MASTER_ADDR is set, but not {', '.join(missing)}: start the ranks with torchrun, or unset MASTER_ADDR"
             )
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.console import duration, size
 from nlgrpo.training.planning import memory, roofline, sampling_memory, vllm_memory
@@ -176,19 +177,19 @@ def _on_more_gpus(work: Workload, machine: Machine) -> Alternative | None:
 
 
 def check(work: Workload, limit: float, where: str) -> None:
-    """Raise ValueError if the run needs more than ``limit`` bytes per rank; ``where`` names the memory.
+    """Raise UserError if the run needs more than ``limit`` bytes per rank; ``where`` names the memory.
 
     Also raised if vLLM's share of a GPU is too small for vLLM. Set ``train.check_memory = false`` to start such a run.
     """
     if not work.config.train.check_memory:
         return
     if fault := vllm_memory.fault(work):
-        raise ValueError(f"{fault}, or set train.check_memory = false to start anyway")
+        raise UserError(f"{fault}, or set train.check_memory = false to start anyway")
     plan = memory.estimate(work)
     if plan.peak <= limit:
         return
     use, most = max((plan.persistent | plan.phases[plan.largest]).items(), key=lambda item: item[1])
-    raise ValueError(
+    raise UserError(
         f"the run needs about {size(plan.peak)} per rank in the phase {plan.largest} (most of it for {use}, "
         f"{size(most)}), but {where} has {size(limit)}; {remedies(work, limit)}, or set train.check_memory = false to "
         "start anyway"
@@ -196,11 +197,11 @@ def check(work: Workload, limit: float, where: str) -> None:
 
 
 def check_host(work: Workload, limit: float) -> None:
-    """Raise ValueError if a rank needs more than ``limit`` bytes of the host beside its GPU, as in `check`."""
+    """Raise UserError if a rank needs more than ``limit`` bytes of the host beside its GPU, as in `check`."""
     needed = sum(memory.estimate(work).host.values())
     if work.config.train.check_memory and needed > limit:
         cause = "parallel.offload" if work.offloaded else "vllm.sleep"
-        raise ValueError(
+        raise UserError(
             f"{cause} needs {size(needed)} per rank in the memory of the host, which has {size(limit)} for "
             "each; use more ranks or adapters (lora.rank), or set train.check_memory = false to start anyway"
         )

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
+from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder, hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.rewards import specs
@@ -35,14 +36,14 @@ class Ahead:
 def workload(cfg: Config, *, gpus: int, prompt: int | None = None, gpu_memory: float = 0.0) -> Ahead:
     """Return what one of ``gpus`` ranks would compute. ``prompt``: tokens of the longest prompt.
 
-    ``gpu_memory``: bytes of a GPU, for vLLM's share. Raises ValueError for a configuration that cannot be run, for a
+    ``gpu_memory``: bytes of a GPU, for vLLM's share. Raises UserError for a configuration that cannot be run, for a
     model without a config, for a prompt that leaves no room for a completion, and for a share that is too small.
     """
     validate.check(cfg, world=gpus)
     shape = shape_of(decoder.read_config(hf_weights.locate(cfg.model.path, config_only=True)))
     prompt = prompt or cfg.data.max_prompt_tokens or min(PROMPT_TOKENS, shape.context - cfg.rollout.max_new_tokens)
     if prompt < 1 or prompt + cfg.rollout.max_new_tokens > shape.context:
-        raise ValueError(
+        raise UserError(
             f"a prompt of {prompt} tokens and rollout.max_new_tokens = {cfg.rollout.max_new_tokens} exceed the "
             f"model's context of {shape.context}; lower --prompt-tokens or rollout.max_new_tokens"
         )
@@ -63,14 +64,14 @@ def workload(cfg: Config, *, gpus: int, prompt: int | None = None, gpu_memory: f
         gpu_memory=gpu_memory,
     )
     if fault := vllm_memory.fault(work):
-        raise ValueError(fault)
+        raise UserError(fault)
     return Ahead(work, tuple(dict.fromkeys(path for (path, _), number in sizes.items() if number is None)))
 
 
 def _bytes(path: str, dtype: str) -> int | None:
     """Size of a reward model of any architecture; None if it has no config yet, such as a model to be trained."""
     if dtype not in DTYPES:
-        raise ValueError(f"the reward of {path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise UserError(f"the reward of {path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
         config = AutoConfig.from_pretrained(hf_weights.locate(path, config_only=True), trust_remote_code=False)
     except (ValueError, OSError):

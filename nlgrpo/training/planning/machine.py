@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.gpus import GPU, GPUS, named
 
 FILE = "measured.json"
@@ -93,7 +94,7 @@ class Machine:
 
 
 def machine(name: str, per_node: int) -> Machine:
-    """Return GPUs of the kind ``name``, with what was measured on one. Raises ValueError for an unknown name."""
+    """Return GPUs of the kind ``name``, with what was measured on one. Raises UserError for an unknown name."""
     gpu = named(name)
     key = next(key for key, other in GPUS.items() if other is gpu)
     return Machine(gpu, per_node, read().get(key, UNMEASURED))
@@ -108,7 +109,7 @@ def read(text: str | None = None) -> dict[str, Costs]:
         {"cards": {"h100": {"launch_seconds": 9e-06, "matmul_share": 0.55, "bandwidth_share": 0.8, "update_share": 0.3,
                             "file": "bench/results/gpu/h100-2026-12-01.json", "date": "2026-12-01"}}}
 
-    A constant that could not be measured is null, and the default stands in. Raises ValueError for another format.
+    A constant that could not be measured is null, and the default stands in. Raises UserError for another format.
     """
     if text is None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -141,7 +142,5 @@ def _costs(card: str, entry: Any) -> Costs:
     return Costs(**found, card=card, file=entry["file"], date=entry["date"], unmeasured=missing)
 
 
-def _broken(why: str) -> ValueError:
-    return ValueError(
-        f'nlgrpo/training/planning/{FILE}: {why}; generate the file again, or set it to {{"cards": {{}}}}'
-    )
+def _broken(why: str) -> UserError:
+    return UserError(f'nlgrpo/training/planning/{FILE}: {why}; generate the file again, or set it to {{"cards": {{}}}}')

@@ -90,7 +90,7 @@ def _evaluation(run: Run) -> str:
 
 
 def check_memory(run: Run) -> None:
-    """Raise ValueError if the plan needs more memory than this rank has, unless train.check_memory is false."""
+    """Raise UserError if the plan needs more memory than this rank has, unless train.check_memory is false."""
     device, work = run.ranks.device, workload(run)
     machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = math.inf if machine is None else machine[0] / ranks

@@ -10,6 +10,7 @@ import torch
 
 from nlgrpo.engine.backends.vllm_library import ENVIRONMENT_ON_CPU
 from nlgrpo.engine.decoding_memory import ROWS
+from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.runtime.console import size
@@ -101,12 +102,12 @@ def _part(work: Workload, numbers: float) -> float:
 
 
 def _cache_on_cpu() -> float:
-    """Bytes of vLLM's KV cache on a CPU. Raises ValueError for a value that vLLM does not take."""
+    """Bytes of vLLM's KV cache on a CPU. Raises UserError for a value that vLLM does not take."""
     text = os.environ.get(CACHE_SPACE) or ENVIRONMENT_ON_CPU[CACHE_SPACE]
     try:
         return float(int(text) * GIB)
     except ValueError:
-        raise ValueError(f"{CACHE_SPACE}={text!r}: expected a whole number of GiB") from None
+        raise UserError(f"{CACHE_SPACE}={text!r}: expected a whole number of GiB") from None
 
 
 def _handed_over(work: Workload) -> float:

@@ -15,7 +15,8 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.engine.backends.returned import EngineError
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.rewards.reward_functions import RewardError, Scores
+from nlgrpo.errors import UserCodeError, UserError
+from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.seeding import random_state, set_random_state
 from nlgrpo.runtime.supervision.threads import in_thread
 from nlgrpo.training.learner import Learner
@@ -63,11 +64,11 @@ class Rollouts:
     def draw(self) -> Drawn:
         """Return the rollout of the current step; collective.
 
-        If its engine fails on any rank, all ranks save the state before this step and raise ValueError.
+        If its engine fails on any rank, all ranks save the state before this step and raise UserError.
         """
         try:
             return self.next()
-        except ValueError as error:  # on all ranks
+        except UserError as error:  # on all ranks
             if self.run.ranks.any(isinstance(error, EngineError)):
                 self.run.save(self.learner)
             raise
@@ -84,7 +85,7 @@ class Rollouts:
             with self.learner.as_reference() as reference:
                 calibrated = self.run.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
                 return scores, calibrated
-        except RewardError:
+        except UserCodeError:
             set_random_state(generators)
             self.run.save(self.learner)
             raise
@@ -92,7 +93,7 @@ class Rollouts:
     def next(self) -> Drawn:
         """Return the rollout of the current step; collective.
 
-        Raises ValueError on all ranks if it cannot be drawn, or is older than ``ahead`` steps: EngineError on those
+        Raises UserError on all ranks if it cannot be drawn, or is older than ``ahead`` steps: EngineError on those
         whose engine failed.
         """
         run, step = self.run, self.run.progress.step
@@ -127,7 +128,7 @@ class Rollouts:
         try:
             rollout = self.run.sampler.draw(self.engine, batch)
             future.set_result(Drawn(batch, rollout, lambda: self.run.score(batch, rollout, step)))
-        except ValueError as error:
+        except UserError as error:
             future.set_exception(error)
         return future
 
@@ -174,4 +175,4 @@ class Rollouts:
 
     def scores(self, drawn: Drawn) -> Scores:
         """Return the scores of a rollout; collective. Raises RewardError on all ranks if a reward failed on one."""
-        return self.run.ranks.agree(drawn.scores, RewardError)
+        return self.run.ranks.agree(drawn.scores)

@@ -20,6 +20,7 @@ from nlgrpo.engine.rollouts.inputs import all_prompts, load_rewards, refuse_envi
 from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
+from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.rewards import reward_functions
@@ -53,7 +54,7 @@ def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts:
     """Load tokenizer, prompts and rewards. The weights are loaded when the first file is sampled.
 
     ``samples``: K, completions per prompt. ``prompts``: number of prompts to use from the start of the source; None
-    uses all. Raises ValueError for a configuration that cannot be run.
+    uses all. Raises UserError for a configuration that cannot be run.
     """
     refuse_environment(cfg, "nlgrpo rollout")
     source = hf_weights.locate(cfg.model.path)
@@ -86,7 +87,7 @@ def prompts_per_file(job: Job) -> int:
 
 
 def open_folder(job: Job) -> RolloutCollector:
-    """Create or open the folder and write its index. Raises ValueError if it holds other rollouts."""
+    """Create or open the folder and write its index. Raises UserError if it holds other rollouts."""
     _refuse_others(job)
     store = open_store(job.folder / reference_rollouts.SAMPLES, job.origin, job.sampler, first=job.queue.ranks.first)
     draws = RolloutCollector(
@@ -104,7 +105,7 @@ def open_folder(job: Job) -> RolloutCollector:
 
 
 def _refuse_others(job: Job) -> None:
-    """Raise ValueError if the folder has other settings. Other prompts or rewards are allowed."""
+    """Raise UserError if the folder has other settings. Other prompts or rewards are allowed."""
     try:
         saved = reference_rollouts.read_index(job.folder)
     except ValueError:  # missing or damaged: `open_folder` writes a new one
@@ -119,7 +120,7 @@ def _refuse_others(job: Job) -> None:
     changed += [f"{name}: {old} in the folder, {new} requested" for name, (old, new) in settings.items() if old != new]
     if changed:
         lines = [f"{job.folder} holds other rollouts:", *changed, "Choose another folder with --out"]
-        raise ValueError("\n  ".join(lines))
+        raise UserError("\n  ".join(lines))
 
 
 @dataclass

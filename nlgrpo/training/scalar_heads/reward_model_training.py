@@ -22,6 +22,7 @@ from nlgrpo.config.reward_model_config import PairsConfig, RewardModelConfig, ch
 from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
 from nlgrpo.data.sources import is_file, unread
+from nlgrpo.errors import UserError
 from nlgrpo.model import reward_model
 from nlgrpo.model.attention import implementation
 from nlgrpo.model.fsdp import accumulated
@@ -138,7 +139,7 @@ class _Totals:
 
 
 def build(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
-    """Load tokenizer, pairs and model. Raises ValueError for a configuration that cannot be run."""
+    """Load tokenizer, pairs and model. Raises UserError for a configuration that cannot be run."""
     check(cfg)
     tokenizer = load_tokenizer(reward_model.locate(cfg.model.path)[0])
     longest = trainer.max_length(cfg.model.path, cfg.data.max_length)
@@ -175,7 +176,7 @@ def load_pairs(
         return pairs, None
     training = pairs.without(held_out.prompts, zip(held_out.chosen, held_out.rejected, strict=True))
     if not len(training):
-        raise ValueError(
+        raise UserError(
             f"all {len(pairs):,} pairs of {data.source} have a prompt that is held out; "
             "set another data.evaluation, or evaluation.pairs = 0"
         )

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +31,7 @@ from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.engine.inference import as_trained
 from nlgrpo.engine.rollouts import run_inputs, store
 from nlgrpo.engine.rollouts.run_inputs import RunInputs
+from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
@@ -265,7 +264,7 @@ class Trainer(ABC):
         return exported
 
     def inputs(self) -> RunInputs:
-        """Return digests of examples and model. Raises ValueError if lora.path is an adapter of other weights."""
+        """Return digests of examples and model. Raises UserError if lora.path is an adapter of other weights."""
         found = RunInputs(self.RESULTS)
         name = self.config.model.path
         folder, saved = reward_model.locate(name)
@@ -298,10 +297,10 @@ class Trainer(ABC):
 
 
 def max_length(model: str, requested: int | None) -> int:
-    """Largest number of tokens per text: ``requested``, or else the context. Raises ValueError if it is exceeded."""
+    """Largest number of tokens per text: ``requested``, or else the context. Raises UserError if it is exceeded."""
     context = shape_of(decoder.read_config(reward_model.locate(model)[0])).context
     if requested is not None and requested > context:
-        raise ValueError(f"data.max_length = {requested}: {model} has a context of {context} tokens")
+        raise UserError(f"data.max_length = {requested}: {model} has a context of {context} tokens")
     return requested or context
 
 
@@ -432,17 +431,12 @@ def command(arguments: Sequence[str], name: str, modes: Mapping[str, Callable[[S
     stopped by a signal; 1, with a message, for bad input.
     """
     first = next(iter(modes))
-    try:
-        if list(arguments) in (["-h"], ["--help"]):
-            arguments = [first, "--help"]
-        if not arguments or arguments[0] not in modes:
-            got = f", got {arguments[0]!r}" if arguments else ""
-            mode = first if len(modes) == 1 else f"({'|'.join(modes)})"
-            raise ValueError(f"expected: nlgrpo {name} {mode} [file.toml] [--section.key value ...]{got}")
-        rest = [argument for argument in arguments[1:] if argument != "--dry-run"]
-        modes[arguments[0]](rest, "--dry-run" in arguments)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+    if list(arguments) in (["-h"], ["--help"]):
+        arguments = [first, "--help"]
+    if not arguments or arguments[0] not in modes:
+        got = f", got {arguments[0]!r}" if arguments else ""
+        mode = first if len(modes) == 1 else f"({'|'.join(modes)})"
+        raise UserError(f"expected: nlgrpo {name} {mode} [file.toml] [--section.key value ...]{got}")
+    rest = [argument for argument in arguments[1:] if argument != "--dry-run"]
+    modes[arguments[0]](rest, "--dry-run" in arguments)
     return 0

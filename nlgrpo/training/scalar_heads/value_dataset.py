@@ -18,6 +18,7 @@ from nlgrpo.data.retokenize import Retokenizer
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.engine.rollouts.store import digest_of_tokenizer, same_ids
+from nlgrpo.errors import UserError
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.objectives.aggregation import sum_of_applicable
@@ -120,7 +121,7 @@ def load(
 
     ``rewards``: names of rewards to sum with ``weights``; empty: all rewards with weight 1. If ``need_rewards`` is
     false, all completions are used and their rewards are 0. Rollouts of a model with another tokenizer are converted as
-    text (`Retokenizer`). Raises ValueError if rollouts are incomplete or lack a reward, if the tokenizer of their model
+    text (`Retokenizer`). Raises UserError if rollouts are incomplete or lack a reward, if the tokenizer of their model
     has changed, and if no completion remains.
     """
     parts = []
@@ -137,7 +138,7 @@ def load(
         too_long=sum(part.too_long for part in parts),
     )
     if not len(outcomes):
-        raise ValueError(f"no completion to train on in {', '.join(folders)}: {outcomes!r}")
+        raise UserError(f"no completion to train on in {', '.join(folders)}: {outcomes!r}")
     return outcomes
 
 
@@ -214,7 +215,7 @@ def _retokenizer(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase
         return None
     theirs = load_tokenizer(hf_weights.locate(rollouts.index.model))
     if expected != digest_of_tokenizer(theirs):
-        raise ValueError(
+        raise UserError(
             f"the tokenizer of {rollouts.index.model} has changed since the rollouts in {rollouts.folder} were "
             "sampled; sample them again, or train a value model with the tokenizer of the rollouts"
         )

@@ -39,7 +39,6 @@ from nlgrpo.engine.rollouts.store import digest_of_prompt, digest_of_text, diges
 from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.aggregation import sum_of_applicable
-from nlgrpo.rewards.reward_functions import RewardError, print_cause
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
 from nlgrpo.training.rollouts.job import Job, build, open_folder, roll_out
@@ -138,11 +137,7 @@ class GuidedSampler(Sampler):
         """Return the candidate of each prompt with the largest reward; the first one where all rewards abstain."""
         samples, rewards = self.guide.search.candidates, [scorer.reward for scorer, _ in self.scorers]
         scorer = dataclasses.replace(self, samples=samples, rewards=rewards)
-        try:
-            scored = scorer.score(batch, convert.as_rollout(batch.ids, found), first_prompt=batch.index[0])
-        except RewardError as error:
-            print_cause(error)
-            raise ValueError(str(error)) from error
+        scored = scorer.score(batch, convert.as_rollout(batch.ids, found), first_prompt=batch.index[0])
         weights = {scorer.name: weight for scorer, weight in self.scorers}
         total = sum_of_applicable(torch.stack(list(scored.values.values())), [weights[name] for name in scored.values])
         best = total.nan_to_num(nan=-math.inf).argmax(1).tolist()
@@ -264,7 +259,7 @@ class Loop:
         """Create the loop's folder, or check that it holds this loop; the number of iterations may change.
 
         ``job``: job of any iteration. The digests of its model, prompts and rewards identify the loop. Raises
-        ValueError if the folder holds something else.
+        UserError if the folder holds something else.
         """
         identity = _Identity(_kept(self.options), self.cfg, _contents(job))
         free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in trainer.FREE))

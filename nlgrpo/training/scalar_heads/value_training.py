@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nlgrpo.config.value_config import ValueConfig, check
 from nlgrpo.engine.rollouts.store import same_ids
+from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.attention import implementation
@@ -221,7 +222,7 @@ def evaluated(sums: Tensor) -> dict[str, Any]:
 
 
 def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
-    """Load tokenizer, rollouts and models. Raises ValueError for a configuration that cannot be run."""
+    """Load tokenizer, rollouts and models. Raises UserError for a configuration that cannot be run."""
     check(cfg)
     source = reward_model.locate(cfg.model.path)[0]
     tokenizer = load_tokenizer(source)
@@ -235,24 +236,24 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
         need_rewards=not cfg.compress.values,
     )
     if not outcomes.rewards.square().sum().isfinite():
-        raise ValueError(f"rewards of up to {outcomes.rewards.abs().max().item():g} are too large to be squared")
+        raise UserError(f"rewards of up to {outcomes.rewards.abs().max().item():g} are too large to be squared")
     if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
         low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
-        raise ValueError(f"loss.kind = 'bce' needs rewards in [0, 1], but these are in [{low:g}, {high:g}]")
+        raise UserError(f"loss.kind = 'bce' needs rewards in [0, 1], but these are in [{low:g}, {high:g}]")
     vocab, largest, held_out = shape_of(decoder.read_config(source)).vocab, outcomes.largest, None
     if largest >= vocab:
-        raise ValueError(
+        raise UserError(
             f"{cfg.model.path} has a vocabulary of {vocab:,}, but the rollouts have the token id {largest:,}"
         )
     if cfg.evaluation.prompts:
         outcomes, rest = outcomes.split(cfg.evaluation.prompts)
         held_out = rest if len(rest) else None
         if not len(outcomes):
-            raise ValueError(f"no completion to train on: all are held out ({rest!r}); lower evaluation.prompts")
+            raise UserError(f"no completion to train on: all are held out ({rest!r}); lower evaluation.prompts")
     if cfg.data.drop_equal:
         outcomes = outcomes.mixed()
         if not len(outcomes):
-            raise ValueError(
+            raise UserError(
                 f"no completion to train on: {outcomes!r}. data.drop_equal needs prompts with different rewards"
             )
     run = ValueTrainer(
@@ -272,11 +273,11 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     sharded = partial(shard, ranks=run.ranks, compute=compute, parallel=run.config.parallel)
     model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device, shard=sharded)
     if not trained:
-        raise ValueError(f"compress.values: {path} is not a value model: it has no scalar head")
+        raise UserError(f"compress.values: {path} is not a value model: it has no scalar head")
     if not same_ids(load_tokenizer(reward_model.locate(path)[0]), run.tokenizer):
-        raise ValueError(f"compress.values: {path} has a different tokenizer from {run.config.model.path}")
+        raise UserError(f"compress.values: {path} has a different tokenizer from {run.config.model.path}")
     if model.shape.vocab < run.model.shape.vocab or model.shape.context < run.max_length:
-        raise ValueError(
+        raise UserError(
             f"compress.values: {path} has a vocabulary of {model.shape.vocab:,} and a context of "
             f"{model.shape.context:,} tokens, but needs at least a vocabulary of {run.model.shape.vocab:,} and a "
             f"context of {run.max_length:,} tokens"

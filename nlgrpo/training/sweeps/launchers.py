@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.supervision import ending_with_parent
 from nlgrpo.training.sweeps import job
 from nlgrpo.training.sweeps.state import Point, State
@@ -220,11 +221,11 @@ class SlurmOptions:
 
 
 def submitit() -> Any:
-    """Import submitit. Raises ValueError if it is not installed."""
+    """Import submitit. Raises UserError if it is not installed."""
     try:
         return importlib.import_module("submitit")
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             "--launcher slurm needs submitit, which is not installed; install it with: pip install 'nlgrpo[slurm]'"
         ) from error
 
@@ -248,7 +249,7 @@ class SubmititLauncher:
                 self.executor = submitit().AutoExecutor(self.folder / JOBS, cluster=self.cluster)
                 self.executor.update_parameters(**self.options.parameters())
         except RuntimeError as error:
-            raise ValueError(f"--launcher slurm: {error}; start the sweep where sbatch and srun are") from error
+            raise UserError(f"--launcher slurm: {error}; start the sweep where sbatch and srun are") from error
 
     def start(self, arguments: Sequence[str], point: Point, slot: int) -> SubmittedRun:
         """Submit a run, or attach to the job of an earlier sweep that was killed."""
@@ -322,7 +323,7 @@ class SubmittedRun:
 
 
 def launcher(name: str, folder: Path, ranks: int, jobs: int, lock: int, slurm: SlurmOptions | None = None) -> Launcher:
-    """Build the launcher "local", "slurm" or "submitit-local". Raises ValueError without submitit or SLURM."""
+    """Build the launcher "local", "slurm" or "submitit-local". Raises UserError without submitit or SLURM."""
     if name == "local":
         return LocalLauncher(ranks, jobs, lock)
     cluster: Mapping[str, Cluster] = {"slurm": "slurm", "submitit-local": "local"}

@@ -22,6 +22,7 @@ from nlgrpo.config import grid
 from nlgrpo.config.comparing import differences
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.schema import Config, to_dict
+from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.file_lock import Busy, FileLock
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
@@ -49,11 +50,11 @@ def _base(setting: Setting) -> dict[str, Any]:
 
 
 def check_usable(folder: Path) -> None:
-    """Raise ValueError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
+    """Raise UserError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
     if folder.exists() and not (folder / sweep_state.FILE).exists():
         early = (f"{sweep_state.FILE}.tmp", "logs", JOBS)
         if not (folder.is_dir() and all(p.name in early or p.name.startswith(LOCK) for p in folder.iterdir())):
-            raise ValueError(f"{folder} exists but holds no sweep; choose another folder with --out")
+            raise UserError(f"{folder} exists but holds no sweep; choose another folder with --out")
 
 
 def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[Point]]:
@@ -84,14 +85,14 @@ def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[P
 def _same_sweep(manifest: SweepState, base: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     known = manifest.points[0].overrides if manifest.points else overrides
     if set(known) != set(overrides):
-        raise ValueError(
+        raise UserError(
             f"{manifest.folder} holds a sweep over {', '.join(known)}, but this one is over {', '.join(overrides)}; "
             "pass all options of the saved sweep, even with one value, or choose another folder with --out"
         )
     changed = differences(completed(manifest.base, base, Config), base)
     if changed:
         lines = [f"{manifest.folder} holds a sweep with a different configuration:", *(f"  {line}" for line in changed)]
-        raise ValueError("\n".join([*lines, "  Choose another folder with --out"]))
+        raise UserError("\n".join([*lines, "  Choose another folder with --out"]))
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def locked(folder: Path) -> Iterator[int]:
     try:
         lock = FileLock(folder / LOCK)
     except Busy as busy:
-        raise ValueError(f"{folder} is used by {busy}, a sweep or a run that it started; wait until it ends") from None
+        raise UserError(f"{folder} is used by {busy}, a sweep or a run that it started; wait until it ends") from None
     try:
         yield lock.file.fileno()
     finally:
@@ -181,7 +182,7 @@ class SweepRunner:
             full = any(text in error for text in FULL)
             self._note(point, "stopped" if full else "failed", status, error)
             if full:
-                raise ValueError(f"{point.name}: {error.removeprefix('error: ')}")
+                raise UserError(f"{point.name}: {error.removeprefix('error: ')}")
 
     def _note(self, point: Point, state: State, status: int | None = None, error: str = "") -> None:
         with self.writes:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from nlgrpo import __version__
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.training.tracking.run_files import REPORT_FILE
 
@@ -60,7 +61,7 @@ class SweepState:
 
 
 def read_sweep_state(folder: Path) -> list[Point]:
-    """Load the points of the sweep in ``folder``. Raises ValueError if its sweep.json is missing or damaged."""
+    """Load the points of the sweep in ``folder``. Raises UserError if its sweep.json is missing or damaged."""
     return read(Path(folder)).points
 
 
@@ -68,25 +69,25 @@ def read(folder: Path) -> SweepState:
     """Load the manifest of the sweep in ``folder``; raises like `read_sweep_state`."""
     path = folder / FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing; give the folder that `nlgrpo sweep` wrote")
+        raise UserError(f"{path} is missing; give the folder that `nlgrpo sweep` wrote")
     try:
         data = json.loads(path.read_text("utf-8"))
         points = [_point(folder, values) for values in data["points"]]
         if not points or not isinstance(data["base"], dict):
-            raise ValueError("it has no points or no base")
+            raise UserError("it has no points or no base")
         return SweepState(folder, data["base"], points)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); choose another folder with --out") from error
+        raise UserError(f"{path} cannot be read ({error!r}); choose another folder with --out") from error
 
 
 def _point(folder: Path, values: Mapping[str, Any]) -> Point:
     name = values["folder"]
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-        raise ValueError(f"{name!r} is not a folder name")
+        raise UserError(f"{name!r} is not a folder name")
     point = Point(**{**values, "folder": folder / name})
     if point.state not in get_args(State) or not isinstance(point.overrides, dict):
-        raise ValueError(f"{name} has an invalid state {point.state!r} or invalid values {point.overrides!r}")
+        raise UserError(f"{name} has an invalid state {point.state!r} or invalid values {point.overrides!r}")
     texts = (point.error, point.job)
     if not isinstance(point.seconds, int | float) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} has invalid seconds {point.seconds!r} or an invalid error {point.error!r}")
+        raise UserError(f"{name} has invalid seconds {point.seconds!r} or an invalid error {point.error!r}")
     return point

@@ -24,7 +24,7 @@ class MetricsLogger:
     removed from the files. ``tracked``: the run as trackers see it; None: no trackers. ``shown``: metrics on the
     progress line, with formats.
 
-    Raises ValueError if a file cannot be written. A tracker never raises: see `trackers.BackgroundTracker`.
+    Raises UserError if a file cannot be written. A tracker never raises: see `trackers.BackgroundTracker`.
     """
 
     def __init__(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from nlgrpo.errors import UserError
+
 
 def rollout_metrics(
     rewards: Mapping[str, Tensor], weights: Mapping[str, float], lengths: Tensor, finished: Tensor
@@ -20,13 +22,13 @@ def rollout_metrics(
     Bessel's correction. ``frac_reward_zero_std`` is the share of the groups that have two rewards or more (TRL counts
     the others as groups with different rewards). A metric is NaN if all rewards abstained.
 
-    Raises ValueError if shapes or names do not match.
+    Raises UserError if shapes or names do not match.
     """
     shapes = {name: tuple(t.shape) for name, t in {**rewards, "lengths": lengths, "finished": finished}.items()}
     if not rewards or lengths.dim() != 2 or not lengths.numel() or len(set(shapes.values())) > 1:
-        raise ValueError(f"rewards, lengths and finished must all be (P, M) with at least one completion, got {shapes}")
+        raise UserError(f"rewards, lengths and finished must all be (P, M) with at least one completion, got {shapes}")
     if set(rewards) != set(weights):
-        raise ValueError(f"every reward needs a weight: rewards {sorted(rewards)}, weights {sorted(weights)}")
+        raise UserError(f"every reward needs a weight: rewards {sorted(rewards)}, weights {sorted(weights)}")
     metrics: dict[str, Tensor] = {}
     for name, values in rewards.items():
         metrics[f"rewards/{name}/mean"] = values.double().nanmean()

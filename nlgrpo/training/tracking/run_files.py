@@ -63,7 +63,7 @@ def append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
 def sync(folder: Path, ranks: Ranks) -> None:
     """Write both files of a run to the disk, before a checkpoint that continues them; collective.
 
-    After a power cut the steps before the checkpoint are not repeated, so their lines must exist. Raises ValueError on
+    After a power cut the steps before the checkpoint are not repeated, so their lines must exist. Raises UserError on
     all ranks if the disk fails.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import trackio
 
+from nlgrpo.errors import UserError
 from nlgrpo.training.tracking.trackers import Memory, TrackedRun, in_trl
 
 
@@ -28,13 +29,13 @@ class Trackio:
 def begin(run: TrackedRun, memory: Memory) -> Trackio:
     """Start a run, or continue the one of the same folder. Records system metrics (with psutil, nvidia-ml-py).
 
-    Trackio finds a run to continue by its name. Raises ValueError if that is another run by now.
+    Trackio finds a run to continue by its name. Raises UserError if that is another run by now.
     """
     known = memory.get("trackio")
     resume = "never" if known is None else "must"
     started = trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume, embed=False)
     if known is not None and started.id != known:
-        raise ValueError(
+        raise UserError(
             f"another run of the project {run.project!r} has the name {run.name!r} by now, and would get the metrics; "
             "set train.run_name"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import wandb
 
+from nlgrpo.errors import UserError
 from nlgrpo.training.tracking.trackers import Memory, TrackedRun, in_trl
 
 STEP = "train/global_step"  # the x axis, as in runs of TRL
@@ -40,11 +41,11 @@ class WandB:
 def begin(run: TrackedRun, memory: Memory) -> WandB:
     """Start a run, or continue the one of the same folder by its id. Also records system metrics.
 
-    Raises ValueError without an API key and without WANDB_MODE=offline; W&B itself would ask for one in the terminal.
+    Raises UserError without an API key and without WANDB_MODE=offline; W&B itself would ask for one in the terminal.
     """
     mode = wandb.setup().settings.mode  # also from the environment and W&B's files
     if mode not in ("offline", "dryrun", "disabled") and not wandb.api.api_key:
-        raise ValueError("no API key; run wandb login, or set WANDB_MODE=offline")
+        raise UserError("no API key; run wandb login, or set WANDB_MODE=offline")
     own = memory.get("wandb") or secrets.token_hex(4)
     memory.set("wandb", own)  # before it starts: a kill must not make two runs of one
     started = wandb.init(
