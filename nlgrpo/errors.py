@@ -52,7 +52,7 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
     """Run ``command`` and return its exit status: 2 after a UserError, and 1 after any other exception.
 
     Both are shown. ``--debug`` among the arguments shows the traceback of a UserError too. If a launcher started
-    several processes on this machine, the first of them shows the error of a command that has not joined them yet.
+    several processes on this machine, all raise the same UserError before they join, and the first of them shows it.
     """
     if "--debug" in arguments:
         os.environ[DEBUG] = "1"
@@ -63,7 +63,7 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
     except Shown as error:
         return error.status
     except Exception as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if not isinstance(error, UserError) or os.environ.get("LOCAL_RANK", "0") == "0":
             show(error)
         return exit_status(error)
 
@@ -74,15 +74,15 @@ def exit_status(error: BaseException) -> int:
 
 def show(error: BaseException) -> None:
     """Print ``error`` to standard error: one line for a UserError, else a traceback and where to report it."""
-    from rich.console import Console
-
     is_bug = not isinstance(error, UserError)
     if is_bug or os.environ.get(DEBUG) == "1":
         traceback.print_exception(error)
     elif isinstance(error, UserCodeError):
         show_traceback(error.__cause__)
     text = REPORT if is_bug else f"error: {error}"
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        text = f"\033[31m{text}\033[0m"  # red
+    print(text, file=sys.stderr)
 
 
 def show_traceback(cause: BaseException | None) -> None:

@@ -25,6 +25,7 @@ from nlgrpo.objectives.aggregation import combine
 from nlgrpo.runtime import cpu_threads, host_memory
 from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.profiling import StepProfiler, steps_of
 from nlgrpo.runtime.seeding import deterministic_algorithms, seed_everything
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.divergence import Diverged
@@ -46,18 +47,20 @@ from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 def train(run: Run, learner: Learner, rollouts: Rollouts, stop: StopSignal, log: MetricsLogger) -> bool:
     """Run the training loop from the current step. Returns False if a signal stopped it early, after a checkpoint."""
     cfg, saver = run.config.train, run.saver
-    for step in range(run.progress.step, cfg.steps):
-        if run.samples is not None and run.config.loss.offline:
-            offline_step(run, run.samples, learner, log)
-        else:
-            online_step(run, learner, rollouts, log)
-        host_memory.release()  # the activations
-        saver.poll(run.ranks)
-        stopping = run.ranks.any(stop.received) or step + 1 == cfg.steps
-        if stopping or every(cfg.checkpoint_every, step + 1):
-            run.save(learner, wait=stopping)
-        if stopping:
-            return step + 1 == cfg.steps
+    with StepProfiler(steps_of(cfg.profile), run.folder, run.ranks.rank) as profiler:
+        for step in range(run.progress.step, cfg.steps):
+            profiler.begin(step)
+            if run.samples is not None and run.config.loss.offline:
+                offline_step(run, run.samples, learner, log)
+            else:
+                online_step(run, learner, rollouts, log)
+            host_memory.release()  # the activations
+            saver.poll(run.ranks)
+            stopping = run.ranks.any(stop.received) or step + 1 == cfg.steps
+            if stopping or every(cfg.checkpoint_every, step + 1):
+                run.save(learner, wait=stopping)
+            if stopping:
+                return step + 1 == cfg.steps
     return True
 
 

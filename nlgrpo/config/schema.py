@@ -295,6 +295,9 @@ class TrainConfig(LoopConfig):
     """Steps between checkpoints. 0: only at the end."""
     samples_every: int = 50
     """Steps between tables of sampled completions. 0: never."""
+    profile: str = ""
+    """Steps to profile, such as "10:13" for 10, 11 and 12: a trace, and on a GPU a memory snapshot, in the folder
+    "profile" of the run."""
     push: str = ""
     """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
     max_empty_steps: int = 20

@@ -22,6 +22,7 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, importance_sampling, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import secrets, user_code
+from nlgrpo.runtime.profiling import steps_of
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 SPLIT = "empty, because data.evaluation is empty"
@@ -82,6 +83,15 @@ def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> li
         need("train.grace_period", "> 0 (inf: no limit)", train.grace_period > 0),
         *tracker_faults(train.track),
     ]
+
+
+def profile_faults(steps: str) -> list[str]:
+    """List what is wrong with the steps to profile."""
+    try:
+        steps_of(steps)
+    except ValueError as error:
+        return [f"train.profile = {error}"]
+    return []
 
 
 def push_faults(repository: str) -> list[str]:
@@ -201,6 +211,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("train.steps", ">= 0", train.steps >= 0),
         *train_faults(train, need),
         *push_faults(train.push),
+        *profile_faults(train.profile),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
         need("train.max_empty_steps", ">= 0 (0: never)", train.max_empty_steps >= 0),
         need(

@@ -132,6 +132,8 @@ def kind_of(folder: Path) -> str:
             f"{folder} {what}; give a folder written by `nlgrpo train`, such as runs/default, "
             "or by `nlgrpo evaluate` or `nlgrpo sweep`"
         )
+    if not any((folder / name).is_file() for name in files[1:]) and "model_type" in read_config(folder, []):
+        raise UserError(f"{folder} is a model directory; give the folder of a run, such as runs/default")
     return "run"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch.profiler import record_function
 
 from nlgrpo.runtime import gpus
 from nlgrpo.runtime.supervision import phases
@@ -18,11 +19,14 @@ class Clock:
         self.began = self.last = time.perf_counter()
         self.current = ""
         self.times: dict[str, float] = {}
+        self.range: record_function | None = None  # of the current phase in a profile
 
     def phase(self, name: str) -> None:
         """End the phase before, if any, and begin ``name``."""
         self.stop()
         self.current = name
+        self.range = record_function(name)
+        self.range.__enter__()
         phases.enter(name, self.step)
 
     def stop(self) -> None:
@@ -30,8 +34,10 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        if self.current:
+        if self.range is not None:
             self.times[self.current] = now - self.last
+            self.range.__exit__(None, None, None)
+            self.range = None
         self.last = now
 
     def metrics(self, generated: int) -> dict[str, float]:

@@ -30,7 +30,8 @@ LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 # Keys that may change when a run of a policy resumes: its length, and what it saves and shows.
 FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
-        "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile", "rollout.max_rows",
+        "train.profile", "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile",
+        "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
         "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "train.max_empty_steps",
