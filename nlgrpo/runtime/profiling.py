@@ -46,7 +46,10 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.write()
+        if error is None:
+            self.write()
+        elif self.running is not None:
+            self.running.stop()
 
     def begin(self, step: int) -> None:
         """Profile from here on if ``step`` is one of the steps. Ends the profile after the last of them."""
