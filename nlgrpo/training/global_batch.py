@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,8 +16,16 @@ from nlgrpo.config.schema import RewardConfig
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.errors import UserCodeError
 from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_size
-from nlgrpo.objectives.registry import Objective, linearize_present, per_completion, present, value_present
+from nlgrpo.objectives.registry import (
+    Functional,
+    Objective,
+    linearize_present,
+    per_completion,
+    present,
+    value_present,
+)
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.reference_rewards import CalibratedReward
@@ -105,15 +114,19 @@ class GlobalBatch:
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
         """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""
-        inputs = self.objective_inputs()
-        return torch.stack([value_present(objectives[name], r, self.weights) for name, r in inputs.items()])
+        values = []
+        for name, rewards in self.objective_inputs().items():
+            with _user_functional(name, objectives[name]):
+                values.append(value_present(objectives[name], rewards, self.weights))
+        return torch.stack(values)
 
     def linearize(self, objectives: Mapping[str, Objective], baseline: Baseline = "mean") -> Tensor:
         """First variations of the R_i at each group minus a baseline, (m, P, M); 0 where the reward abstained."""
-        inputs = self.objective_inputs()
-        return torch.stack(
-            [linearize_present(objectives[name], r, baseline, self.weights) for name, r in inputs.items()]
-        )
+        terms = []
+        for name, rewards in self.objective_inputs().items():
+            with _user_functional(name, objectives[name]):
+                terms.append(linearize_present(objectives[name], rewards, baseline, self.weights))
+        return torch.stack(terms)
 
     def has_reward(self, objectives: Mapping[str, Objective], gradient: Tensor) -> Tensor:
         """Mask (P, M): a reward of the update scored the completion. False in dropped groups.
@@ -253,6 +266,17 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+@contextmanager
+def _user_functional(name: str, objective: Objective) -> Iterator[None]:
+    """Context of an objective of the reward ``name``: an error of a `Functional`, code of the user, names both."""
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(objective, Functional):
+            raise
+        raise UserCodeError(f"rewards.{name}.objective: {error}") from error.__cause__
 
 
 def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -208,10 +208,11 @@ def test_training_on_a_functional(tmp_path, monkeypatch, capfd):
         for name in ("objective/short", "objective/aggregate", "grad_norm", "advantage/ess"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
     assert "functional:risk.py:mean(short)" in capfd.readouterr().out
-    assert train(tmp_path / "wrong", "functional:risk.py:wrong") == 1
+    assert train(tmp_path / "wrong", "functional:risk.py:wrong") == 2
     refused = " ".join(capfd.readouterr().err.split())
     assert "rewards.short.objective: functional:risk.py:wrong returned ()" in refused
-    assert train(tmp_path / "undefined", "functional:risk.py:undefined") == 1  # the reward is negative
+    assert train(tmp_path / "undefined", "functional:risk.py:undefined") == 2  # the reward is negative
     refused = " ".join(capfd.readouterr().err.split())
-    assert "error: functional:risk.py:undefined: the value of group 0 is nan; expected a finite number." in refused
+    said = "functional:risk.py:undefined: the value of group 0 is nan; expected a finite number."
+    assert f"error: rewards.short.objective: {said}" in refused
     assert "Traceback" not in refused

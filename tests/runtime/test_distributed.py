@@ -14,6 +14,7 @@ from nlgrpo.engine import cascade_sampling, generation, guided_search
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.kv_cache import KVCache
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.fsdp import gathered, shard
 from nlgrpo.model.lora import LoraConfig
@@ -459,7 +460,7 @@ def failing(model, ranks: Ranks, rank: int, number: int) -> str:
 
     def at(count: int) -> None:
         if ranks.rank == rank and count == number:
-            raise ValueError(f"rank {rank} has failed")
+            raise UserError(f"rank {rank} has failed")
 
     with observed(model, at), pytest.raises(ValueError, match="has failed") as caught:
         ranks.agree(lambda: sampled(model, PARTS[2][ranks.rank], 3, by_block=True))
