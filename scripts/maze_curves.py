@@ -6,7 +6,8 @@
 The labels of the models are METHOD/SEED/STEP; the reference is step 0 of all of them. Writes ``curves.json`` (successes
 and KL of each method, seed, step and maze), ``curves.md`` and, if there are several steps, ``curves.png``. Methods are
 compared with GRPO where it has the pass@1, or the KL, that they have at their end, and where both have the values of
-``--pass1`` and ``--kl`` for the first time. A curve between two checkpoints is interpolated linearly. Intervals are over mazes and seeds (`two_way_interval`).
+``--pass1`` and ``--kl`` for the first time. A curve between two checkpoints is interpolated linearly. Intervals are
+over mazes and seeds (`two_way_interval`).
 """
 
 from __future__ import annotations
