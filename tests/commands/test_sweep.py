@@ -792,7 +792,7 @@ def test_a_grid_is_killed_stopped_broken_and_done(work, call, monkeypatch):
         sweeping.kill()
     assert [point.state for point in read_sweep_state(out)] == ["running", "waiting", "waiting", "waiting"]
     status, _, err = call(*command(work))
-    assert (status, "a sweep or a run that it started" in err) == (1, True)
+    assert (status, "a sweep or a run that it started" in err) == (2, True)
     os.kill(running, signal.SIGKILL)
     with (out / runner.LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the run's goes with it

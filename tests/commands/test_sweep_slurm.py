@@ -189,7 +189,7 @@ def test_a_killed_sweep_attaches_to_its_jobs(fake, tmp_path, cluster):
         sweeping.kill()
     assert {point.state for point in found(tmp_path).values()} == {"queued"}
     status, _, out = fake("local", "--loss.beta", "1,2")
-    assert status == 1
+    assert status == 2
     assert "job 101, 102 of this sweep may still run" in out.replace("102, 101", "101, 102")
     (cluster / "hold").unlink()
     status, ran, _ = fake("slurm", "--loss.beta", "1,2")
@@ -244,7 +244,7 @@ def test_resources_out_of_range(given, said):
 def test_batches_are_checked_over_the_ranks_of_all_nodes(fake):
     axis = ("--loss.beta", "1,2", "--slurm.nodes", "2", "--nproc-per-node", "2", "--rollout.prompts", "6")
     status, _, out = fake("slurm", *axis)
-    assert status == 1
+    assert status == 2
     assert "rollout.prompts = 6: it must be a multiple of the number of ranks, 4" in out
 
 

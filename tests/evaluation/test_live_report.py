@@ -158,12 +158,12 @@ def test_a_port_in_use_is_named(tmp_path, serve):
     done = subprocess.run(
         [sys.executable, "-m", "nlgrpo.cli", "watch", str(tmp_path), "--port", port], capture_output=True, text=True
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.strip() == f"error: cannot serve on 127.0.0.1:{port}: Address already in use; try --port 0"
 
 
 @pytest.mark.slow
 def test_folders_are_needed():
     done = subprocess.run([sys.executable, "-m", "nlgrpo.cli", "watch"], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: no folder given")

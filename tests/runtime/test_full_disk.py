@@ -106,7 +106,7 @@ def metrics(folder):
 @pytest.mark.parametrize(("name", "place"), FULL)
 def test_a_full_disk_is_reported_in_one_line_and_the_same_command_resumes(work, ended, name, place):
     full, again = ended[name, place]
-    assert full.status == 1, full.output
+    assert full.status == 2, full.output
     assert "Traceback" not in full.output
     message = full.output.strip().splitlines()[-1]
     assert message.startswith(f"error: cannot write into {work / f'{name} {place}' / FULL[name, place][3]}")

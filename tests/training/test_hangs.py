@@ -126,7 +126,7 @@ def test_a_keyboard_interrupt_in_a_reward_is_its_error(work, seconds):
     command = [sys.executable, "-m", "nlgrpo.train", *options(work, f"interrupt {seconds}")]
     command += ["--rewards.digest.timeout", seconds]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: reward 'digest' raised KeyboardInterrupt:")
     assert steps_in(work / f"interrupt {seconds}") == [2, 3]

@@ -127,7 +127,7 @@ def test_a_server_with_another_model_under_the_adapters_is_named(models, tmp_pat
     other = write_model(tmp_path / "other", "llama", seed=1)
     server = serve(other, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     status, _, err = run(command(models["llama"], tmp_path / "run", *served(server), "--lora.rank", "2"))
-    assert status == 1
+    assert status == 2
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "was started with another model than the one under the adapters: its log-probs differ by" in line
     more = [*served(server), "--lora.rank", "2", "--vllm.adapters", "false"]
@@ -137,7 +137,7 @@ def test_a_server_with_another_model_under_the_adapters_is_named(models, tmp_pat
 def test_a_server_with_another_model_is_named(models, tmp_path, serve):
     server = serve(models["llama"])
     status, _, err = run(command(models["gpt2"], tmp_path / "run", *served(server)))
-    assert status == 1
+    assert status == 2
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "the server was started with another model than the policy: model_type is 'llama', and 'gpt2'" in line
     assert run(command(models["llama"], tmp_path / "other", *served(server), steps=2))[0] == 0  # it still serves
@@ -146,7 +146,7 @@ def test_a_server_with_another_model_is_named(models, tmp_path, serve):
 def test_a_server_without_the_options_says_how_to_start_it(models, tmp_path, serve):
     server = serve(models["llama"], VLLM_SERVER_DEV_MODE="0")
     status, _, err = run(command(models["llama"], tmp_path / "run", *served(server)))
-    assert status == 1
+    assert status == 2
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "/weight_info is not available (404" in line
     assert "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL" in line
