@@ -20,6 +20,7 @@ from nlgrpo.engine.environments.rounds import Job, Rounds
 from nlgrpo.engine.environments.verifiers_environment import VerifiersEnvironment
 from nlgrpo.engine.generation import Conversation, Rollout
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserCodeError
 from nlgrpo.model import decoder
 from nlgrpo.model.packing import pack
 from nlgrpo.runtime.distributed import Ranks
@@ -281,8 +282,11 @@ def test_slow_conversations_join_a_later_round():
 )
 def test_jobs_that_fail(fail, message):
     rounds = Rounds(ONE, 5.0)
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(EngineError, match=message) as raised:
         rounds.run([asks(1, 2, 3), asks(1, fail=fail)], lambda asked: asked)
+    if not isinstance(fail, EngineError):  # the traceback of the environment is shown
+        assert isinstance(raised.value, UserCodeError)
+        assert raised.value.__cause__ is fail
     assert rounds.run([asks(1)], lambda asked: asked) == [[1]]  # the loop still works
 
 

@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.threads import event_loop
 
@@ -65,7 +66,7 @@ class Rounds:
                     return [task.result() for task in run.tasks]
                 try:
                     replies = answer([request for request, _ in waiting])
-                except ValueError as error:  # all ranks raise before the next round
+                except UserError as error:  # all ranks raise before the next round
                     failed = error
                     continue
                 for (_, future), reply in zip(waiting, replies, strict=True):
@@ -83,6 +84,10 @@ class Rounds:
         if self._loop is None:
             self._loop = event_loop("nlgrpo-environment")
         return self._loop
+
+
+class EnvironmentFailed(EngineError, UserCodeError):
+    """An environment, which is code of the user, raised ``__cause__``."""
 
 
 class _Run(Generic[Asked, Answer]):
@@ -103,7 +108,7 @@ class _Run(Generic[Asked, Answer]):
         try:
             return await job.run(self._ask)
         except (KeyboardInterrupt, SystemExit) as error:  # they would end the thread of the loop
-            raise EngineError(f"the environment raised {type(error).__name__}") from error
+            raise EnvironmentFailed(f"the environment raised {type(error).__name__}") from error
 
     async def _ask(self, asked: Asked) -> Answer:
         future: asyncio.Future[Answer] = self.loop.create_future()
@@ -145,6 +150,6 @@ class _Run(Generic[Asked, Answer]):
 def _as_engine_error(error: BaseException) -> Exception:
     if isinstance(error, EngineError):
         return error
-    found = EngineError(f"the environment failed, {type(error).__name__}: {error}")
+    found = EnvironmentFailed(f"the environment failed, {type(error).__name__}: {error}")
     found.__cause__ = error
     return found

@@ -27,7 +27,7 @@ from nlgrpo.engine.environments.rendering import Rendering, wire
 from nlgrpo.engine.environments.rounds import Job, Rounds
 from nlgrpo.engine.generation import Conversation, Limits, Rollout
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.distributed import Ranks
 
@@ -113,6 +113,9 @@ class VerifiersEnvironment:
                 self.environment = vf.load_environment(config.id, **config.args)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"environment.id = {config.id!r}: {error}") from error
+        except Exception as error:  # the environment is code of the user
+            what = f"it cannot be loaded, {type(error).__name__}: {error}"
+            raise UserCodeError(f"environment.id = {config.id!r}: {what}") from error
 
     @property
     def description(self) -> str:
