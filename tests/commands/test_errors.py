@@ -209,6 +209,16 @@ def test_a_bug_on_one_rank_is_shown_once_with_its_rank(failing, folder):
     assert sum(process.output.count("Traceback") for process in ended) == 1
 
 
+def test_a_bug_on_all_ranks_is_shown_by_the_first(folder):
+    def disturb(rank):
+        Learner.update = index
+
+    ended = on_two_ranks(disturb)
+    assert [process.status for process in ended] == [1, 1]
+    assert "This is rank 0." in ended[0].output
+    assert "Traceback" not in ended[1].output
+
+
 def test_a_bug_before_a_collective_of_the_other_rank_ends_both(folder):
     """Sampling gathers the model, in which rank 0 waits."""
 

@@ -292,7 +292,7 @@ def test_ranks_end_together(work):
     options = {"train__steps": 9, "train__max_empty_steps": 3, "rewards__moody__on_error": "skip"}
     ended = fork_ranks(partial(train.main, arguments(work, "ranks", {"moody": "moody"}, **options)))
     (work / "mode").write_text("")
-    assert [end.status for end in ended] == [1, 1], ended[0].output
+    assert [end.status for end in ended] == [2, 2], ended[0].output
     assert "reward 'moody' failed in 4 of 4 groups" in ended[0].output
     assert len(read_jsonl(work / "ranks" / "metrics.jsonl")) == 3
 

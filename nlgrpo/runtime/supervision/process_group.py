@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,7 @@ from nlgrpo.runtime.supervision.watchdog import watching
 
 # What gloo and NCCL say if another rank has ended.
 ENDED = re.compile("Connection (closed|reset) by peer|remote process exited")
+COURTESY = 1.0  # seconds that other ranks leave to the first one, whose output is looked at
 
 
 @contextmanager
@@ -30,7 +32,7 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
     Without torchrun, the group is this process alone. Several ranks are watched: all end if one is silent, or if none
     makes progress within ``limits``. Collectives wait at least twice as long, so that the watchdog, which knows which
     rank is to blame, is first. An exception that leaves the context on one of several ranks ends the process. It is
-    shown once, by the first rank that raised it (`nlgrpo.errors`).
+    shown once (`nlgrpo.errors`), by rank 0 if all ranks raised it.
     """
     limits = limits or Limits()
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -51,7 +53,7 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
             raise
         fault = _of_rank(error, rank)
         elsewhere = isinstance(fault, UserError) and fault.elsewhere
-        if not elsewhere and _first_to_fail(store):
+        if not elsewhere and _first_to_fail(store, rank):
             errors.show(fault)
         raise errors.Shown(fault) from error
     finally:
@@ -71,9 +73,14 @@ def _of_rank(error: Exception, rank: int) -> Exception:
     return error
 
 
-def _first_to_fail(store: dist.Store) -> bool:
-    """Whether no other rank has shown an error."""
+def _first_to_fail(store: dist.Store, rank: int) -> bool:
+    """Whether this rank shows its error: no other has done so, and the first rank has had time to show the same one."""
     try:
+        begun = time.monotonic()
+        while rank > 0 and time.monotonic() - begun < COURTESY:
+            if store.check(["failed"]):
+                return False
+            time.sleep(COURTESY / 20)
         return store.add("failed", 1) == 1
     except RuntimeError:  # the rank that serves the store has ended
         return True
