@@ -23,7 +23,7 @@ from nlgrpo.training.tracking.run_files import read_jsonl
 TOO_LARGE = os.strerror(errno.EFBIG)
 MAIN = {
     "train": "nlgrpo.train:main",
-    "reward-model": "nlgrpo.commands.reward_model:main",
+    "reward-model": "nlgrpo.cli:main",
     "evaluate": "nlgrpo.cli:main",
 }
 # function in which the disk is full, number of the call, maximum size of files in bytes; folder in the message
@@ -70,7 +70,11 @@ def arguments(work, command, out):
         "evaluate": shared | reward | prompts
         | {"n": 4, "ns": "1,2", "reference": work / "model", "out": work / out, "evaluation.prompts": 6},
     }[command]  # fmt: skip
-    first = {"train": ["blank"], "reward-model": ["train"], "evaluate": ["evaluate", str(work / "other")]}[command]
+    first = {
+        "train": ["blank"],
+        "reward-model": ["reward-model", "train"],
+        "evaluate": ["evaluate", str(work / "other")],
+    }[command]
     return [*first, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
