@@ -113,7 +113,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PYTHON) -c 'import sys; sys.exit("nlgrpo needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)$(PIP_INSTALL) setuptools torch numpy
-	$(BUILD_OPS) & ops=$$!; \
+	$(BUILD_OPS) & ops=$$!; trap "kill $$ops" INT TERM; \
 	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e . || failed=1; \
 	wait $$ops && test -z "$$failed"
 	touch $@

@@ -51,21 +51,36 @@ def as_user_error() -> Iterator[None]:
 def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run ``command`` and return its exit status: 2 after a UserError, and 1 after any other exception.
 
-    Both are shown. ``--debug`` among the arguments shows the traceback of a UserError too. If a launcher started
-    several processes on this machine, all raise the same UserError before they join, and the first of them shows it.
+    Both are shown. ``--debug`` among the arguments, before a "--", shows the traceback of a UserError too. If a
+    launcher started several processes on this machine, all raise the same UserError before they join, and the first of
+    them shows it.
     """
-    if "--debug" in arguments:
+    options = list(arguments)
+    literal = options.index("--") if "--" in options else len(options)
+    before = os.environ.get(DEBUG)
+    if "--debug" in options[:literal]:
         os.environ[DEBUG] = "1"
     try:
-        return command([argument for argument in arguments if argument != "--debug"])
+        return command([option for option in options[:literal] if option != "--debug"] + options[literal:])
     except BrokenPipeError:  # the reader of the output is gone
         raise
     except Shown as error:
         return error.status
     except Exception as error:
-        if not isinstance(error, UserError) or os.environ.get("LOCAL_RANK", "0") == "0":
+        if not isinstance(error, UserError) or not _first_process_shows_it():
             show(error)
         return exit_status(error)
+    finally:
+        if before is None:
+            os.environ.pop(DEBUG, None)
+        else:
+            os.environ[DEBUG] = before
+
+
+def _first_process_shows_it() -> bool:
+    """Whether a launcher started this process, but not as the first one on this machine."""
+    launched = "MASTER_ADDR" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    return launched and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def exit_status(error: BaseException) -> int:

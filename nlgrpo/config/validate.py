@@ -85,12 +85,14 @@ def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> li
     ]
 
 
-def profile_faults(steps: str) -> list[str]:
-    """List what is wrong with the steps to profile."""
+def profile_faults(text: str, steps: int) -> list[str]:
+    """List what is wrong with the steps to profile, of a run of ``steps``."""
     try:
-        steps_of(steps)
+        profiled = steps_of(text)
     except ValueError as error:
         return [f"train.profile = {error}"]
+    if profiled and profiled.start >= steps:
+        return [f"train.profile = {text!r}: the run has the steps 0 to {steps - 1}"]
     return []
 
 
@@ -211,7 +213,7 @@ def _faults(config: Config, world: int) -> list[str]:
         need("train.steps", ">= 0", train.steps >= 0),
         *train_faults(train, need),
         *push_faults(train.push),
-        *profile_faults(train.profile),
+        *profile_faults(train.profile, train.steps),
         need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
         need("train.max_empty_steps", ">= 0 (0: never)", train.max_empty_steps >= 0),
         need(

@@ -1,6 +1,6 @@
 """Atomic files, also on full disks: a file is complete or absent, and a failed write raises one clear UserError.
 
-Every command reports a UserError in one line with exit status 1, and resumes from complete files when it is started
+Every command reports a UserError in one line with exit status 2, and resumes from complete files when it is started
 again. Only this module interprets the exceptions of the libraries that write files for us.
 """
 

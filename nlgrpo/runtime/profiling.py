@@ -46,15 +46,12 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.write()
-        elif self.running is not None:
-            self.running.stop()
+        self.end(keep=error is None)
 
     def begin(self, step: int) -> None:
         """Profile from here on if ``step`` is one of the steps. Ends the profile after the last of them."""
         if step not in self.steps:
-            self.write()
+            self.end()
         elif self.running is None:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -63,17 +60,23 @@ class StepProfiler:
             self.running = profile(activities=activities, record_shapes=True, profile_memory=True)
             self.running.start()
 
-    def write(self) -> None:
-        """End the profile, if it is running, and write its files."""
+    def end(self, *, keep: bool = True) -> None:
+        """End the profile, if it is running, and write its files unless ``keep`` is false."""
         if self.running is None:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.running.stop()
-        with into(self.trace.parent):
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
-            self.running.export_chrome_trace(str(self.trace))
-            if torch.cuda.is_available():
-                torch.cuda.memory._dump_snapshot(str(self.snapshot))
-                torch.cuda.memory._record_memory_history(enabled=None)
+        finished = self.running
         self.running = None
+        on_gpu = torch.cuda.is_available()
+        try:
+            if on_gpu:
+                torch.cuda.synchronize()
+            finished.stop()
+            if keep:
+                with into(self.trace.parent):
+                    self.trace.parent.mkdir(parents=True, exist_ok=True)
+                    finished.export_chrome_trace(str(self.trace))
+                    if on_gpu:
+                        torch.cuda.memory._dump_snapshot(str(self.snapshot))
+        finally:
+            if on_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)

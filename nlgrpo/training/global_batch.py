@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,13 +15,11 @@ from nlgrpo.config.schema import RewardConfig
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.errors import UserCodeError
+from nlgrpo.engine.rollouts.sampler import errors_of_user_objective, values_of_completions
 from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_size
 from nlgrpo.objectives.registry import (
-    Functional,
     Objective,
     linearize_present,
-    per_completion,
     present,
     value_present,
 )
@@ -116,7 +113,7 @@ class GlobalBatch:
         """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""
         values = []
         for name, rewards in self.objective_inputs().items():
-            with _user_functional(name, objectives[name]):
+            with errors_of_user_objective(name, objectives[name]):
                 values.append(value_present(objectives[name], rewards, self.weights))
         return torch.stack(values)
 
@@ -124,7 +121,7 @@ class GlobalBatch:
         """First variations of the R_i at each group minus a baseline, (m, P, M); 0 where the reward abstained."""
         terms = []
         for name, rewards in self.objective_inputs().items():
-            with _user_functional(name, objectives[name]):
+            with errors_of_user_objective(name, objectives[name]):
                 terms.append(linearize_present(objectives[name], rewards, baseline, self.weights))
         return torch.stack(terms)
 
@@ -139,7 +136,7 @@ class GlobalBatch:
 
     def scores(self, objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
         """Rewards to show, {name: (P, M)}; for a kernel, each completion's contribution to its group's diversity."""
-        return {name: per_completion(objectives[name], r) for name, r in self.rewards.items()}
+        return values_of_completions(self.rewards, objectives)
 
     def advantages(
         self, linear: Tensor, scale: Literal["none", "group", "batch"], scored: Tensor | None = None
@@ -266,17 +263,6 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-@contextmanager
-def _user_functional(name: str, objective: Objective) -> Iterator[None]:
-    """Context of an objective of the reward ``name``: an error of a `Functional`, code of the user, names both."""
-    try:
-        yield
-    except ValueError as error:
-        if not isinstance(objective, Functional):
-            raise
-        raise UserCodeError(f"rewards.{name}.objective: {error}") from error.__cause__
 
 
 def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """How commands end: mistakes of a user in one line with status 2, bugs of nlgrpo with their traceback and status 1."""
 
+import errno
 import faulthandler
 import json
 import os
@@ -19,11 +20,21 @@ from nlgrpo.training.learner import Learner
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 REWARDS = """
+import os
+
 def short(completion_ids, **columns):
     return [-float(len(ids)) for ids in completion_ids]
 
 def broken(completion_ids, **columns):
     return [table[0] for _ in completion_ids]
+
+def on_rank_1(completion_ids, **columns):
+    if os.environ.get("RANK") == "1":
+        raise ConnectionError("the judge is down")
+    return [1.0 for _ in completion_ids]
+
+def no_kernel(completion_ids, samples, **columns):
+    return [[1.0 if j == i % samples else 2.0 for j in range(samples)] for i in range(len(completion_ids))]
 """
 
 
@@ -71,6 +82,11 @@ def run_of(*more):
         (run_of("--model.path=nothere"), "model 'nothere' is neither a directory"),
         (run_of("--model.path=."), "has no config.json"),
         (run_of("--train.out=file/run"), "file/run"),
+        (run_of("--train.profile=5:9"), "train.profile = '5:9': the run has the steps 0 to 1"),
+        (
+            run_of("--rewards.x.function=rewards.py:no_kernel", "--rewards.x.objective=dpp:2", "--rollout.samples=4"),
+            "rewards.x.objective: dpp:2",
+        ),
         (["generate", "w1", "--model", "model", "--procedure", "bon:0"], "bon:0"),
         (["generate", "w1", "--model", "model", "--procedure", "bon:4", "--choose", "lenght()"], "lenght"),
         (["evaluate", "nothere", "--rewards.x.function=rewards.py:short", "--data.source=prompts.jsonl"], "nothere"),
@@ -163,7 +179,7 @@ def test_a_bug_shows_its_traceback(place, bug, says, folder, monkeypatch, capsys
 def test_code_of_the_user_shows_its_own_traceback(folder, capsys):
     assert cli.main(run_of("--rewards.x.function=rewards.py:broken")) == 2
     said = capsys.readouterr().err
-    assert 'rewards.py", line 6, in broken' in said
+    assert 'rewards.py", line 8, in broken' in said
     assert "NameError: name 'table' is not defined" in said
     assert "error: reward 'x' raised NameError: name 'table' is not defined" in said
     assert "nlgrpo/" not in said.partition("error: ")[0], "frames of nlgrpo are not of interest"
@@ -231,6 +247,34 @@ def test_a_bug_before_a_collective_of_the_other_rank_ends_both(folder):
     assert ended[1].status == 1
     assert "zip()" in ended[1].output
     assert "Traceback" not in ended[0].output
+
+
+def test_a_reward_that_fails_on_one_rank_is_shown_with_its_traceback(folder):
+    ended = on_two_ranks(lambda rank: None, "--rewards.x.function=rewards.py:on_rank_1")
+    assert [process.status for process in ended] == [2, 2]
+    assert "ConnectionError: the judge is down" in ended[1].output
+    assert "error: reward 'x' raised ConnectionError: the judge is down" in ended[1].output
+    assert "error: " not in ended[0].output
+
+
+def test_a_disk_that_fails_on_one_rank_is_one_line(folder):
+    def fails(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/x.json")
+
+    def disturb(rank):
+        if rank == 1:
+            Learner.update = fails
+
+    ended = on_two_ranks(disturb)
+    assert ended[1].status == 2
+    assert "error: /data/x.json: Input/output error" in ended[1].output
+    assert all("Traceback" not in process.output for process in ended)
+
+
+def test_local_rank_without_a_launcher_hides_nothing(folder, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cli.main(["report", "nothere"]) == 2
+    assert "error: nothere is not a folder" in capsys.readouterr().err
 
 
 def test_a_mistake_on_two_ranks_is_shown_once(folder):

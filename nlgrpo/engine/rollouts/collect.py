@@ -17,7 +17,7 @@ from nlgrpo.config.schema import RewardConfig
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.rollouts.sampler import Sampler
+from nlgrpo.engine.rollouts.sampler import Sampler, errors_of_user_objective
 from nlgrpo.engine.rollouts.store import (
     Store,
     chunk_name,
@@ -177,7 +177,8 @@ class RolloutCollector:
             message = f"{error}\n  Completions and scores so far are saved; run the same command again to resume."
             raise RewardError(message) from error.__cause__
         for scorer in missing:
-            values = per_completion(scorer.objective, scores.values[scorer.name])
+            with errors_of_user_objective(scorer.name, scorer.objective):
+                values = per_completion(scorer.objective, scores.values[scorer.name])
             self.store.write(self._name(chunk, scorer), {"values": values})
 
     def scores(self, chunk: Batch, scorer: Scorer) -> Tensor:

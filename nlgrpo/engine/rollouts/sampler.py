@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.data.conversations import Prompt, is_continued, plain_text, transcript
@@ -16,7 +18,9 @@ from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Conversation, Rollout
 from nlgrpo.engine.rollouts.evaluation_samples import KEPT_PROMPTS, KEPT_SAMPLES, EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.objectives.registry import Objective, per_completion
+from nlgrpo.errors import UserCodeError
+from nlgrpo.objectives.diversity import Diversity
+from nlgrpo.objectives.registry import Functional, Objective, per_completion
 from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.calling import needs_main_thread
 from nlgrpo.rewards.reward_functions import Scores
@@ -123,9 +127,9 @@ class Sampler:
         rollout = ranks.agree(lambda: self.draw(engine, mine))
         first = mine.index[0] if mine.index else 0
         scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first))
+        values = ranks.agree(lambda: values_of_completions(scores.values, objectives))
         texts = self.texts(mine.prompts, rollout)
         shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
-        values = {name: per_completion(objectives[name], rewards) for name, rewards in scores.values.items()}
         part = (values, rollout.lengths.cpu(), scores.answers, [plain_text(p) for p in mine.prompts], shown)
         parts = ranks.gather_objects(part)
         return EvaluationSamples(
@@ -138,6 +142,30 @@ class Sampler:
             prompts=[p for *_, prompts, _ in parts for p in prompts][:KEPT_PROMPTS],
             completions=[c[:KEPT_SAMPLES] for *_, completions in parts for c in completions][:KEPT_PROMPTS],
         )
+
+
+@contextmanager
+def errors_of_user_objective(name: str, objective: Objective) -> Iterator[None]:
+    """Context that computes with an objective of the reward ``name``.
+
+    A functional, and the kernel of a diversity, are code of the user: what is wrong with them becomes a UserCodeError
+    that names the reward.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(objective, Functional | Diversity):
+            raise
+        raise UserCodeError(f"rewards.{name}.objective: {error}") from error.__cause__
+
+
+def values_of_completions(rewards: Mapping[str, Tensor], objectives: Mapping[str, Objective]) -> dict[str, Tensor]:
+    """Return `per_completion` of each reward, {name: (P, M)}. Raises UserError for a kernel that is none."""
+    values = {}
+    for name, of_reward in rewards.items():
+        with errors_of_user_objective(name, objectives[name]):
+            values[name] = per_completion(objectives[name], of_reward)
+    return values
 
 
 def _metrics(conversations: Sequence[Conversation]) -> dict[str, list[float]]:

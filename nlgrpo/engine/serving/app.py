@@ -33,6 +33,7 @@ from nlgrpo.engine.serving.answers import Answer
 from nlgrpo.engine.serving.batching import Answer as Responses
 from nlgrpo.engine.serving.batching import Batcher, Closed, Job, QueueFull
 from nlgrpo.engine.serving.requests import ChatRequest, Request, TextRequest
+from nlgrpo.errors import UserError
 
 BODY_SECONDS = 30.0  # for the body of a request to arrive
 ENCODING = 2  # requests whose prompts are tokenized at the same time
@@ -164,7 +165,7 @@ class Service:
             ) from None
         except Closed:
             raise ApiError(503, "the server is stopping", "stopping") from None
-        except ValueError as error:
+        except UserError as error:
             raise ApiError(500, str(error), "generation_failed") from error
         except Exception as error:
             raise ApiError(500, f"{type(error).__name__}; the server's log has more", "generation_failed") from error

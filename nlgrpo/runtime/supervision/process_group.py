@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nlgrpo import errors
 from nlgrpo.errors import UserError
+from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.phases import Limits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
@@ -46,15 +47,15 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
     store, rank, world = (dist.HashStore(), 0, 1) if met is None else (met.store, met.rank, met.world)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     try:
-        with watching(met, limits):
+        with watching(met, limits), disk_errors():
             yield Ranks(rank, world, device)
+    except BrokenPipeError:  # the reader of the output is gone
+        raise
     except Exception as error:
         if world == 1:
             raise
         fault = _of_rank(error, rank)
-        elsewhere = isinstance(fault, UserError) and fault.elsewhere
-        if not elsewhere and _first_to_fail(store, rank):
-            errors.show(fault)
+        _show_once(fault, rank, store)
         raise errors.Shown(fault) from error
     finally:
         # Reference cycles of a sharded model keep the group alive after its destruction. Its threads would then run in
@@ -73,17 +74,32 @@ def _of_rank(error: Exception, rank: int) -> Exception:
     return error
 
 
-def _first_to_fail(store: dist.Store, rank: int) -> bool:
-    """Whether this rank shows its error: no other has done so, and the first rank has had time to show the same one."""
+def _show_once(fault: Exception, rank: int, store: dist.Store) -> None:
+    """Show the error of a rank unless another rank shows one, and return when it is shown.
+
+    The first rank goes first, since its output is looked at; a rank that has an error from another one leaves it to
+    that. Who ended earlier could have the launcher end all before the error is shown.
+    """
+    patience = 0.0 if rank == 0 else COURTESY
+    if isinstance(fault, UserError) and fault.elsewhere:
+        patience = 3 * COURTESY
     try:
-        begun = time.monotonic()
-        while rank > 0 and time.monotonic() - begun < COURTESY:
-            if store.check(["failed"]):
-                return False
-            time.sleep(COURTESY / 20)
-        return store.add("failed", 1) == 1
+        if not _comes(store, "claimed", patience) and store.add("claimed", 1) == 1:
+            errors.show(fault)
+            store.set("shown", "")
+            time.sleep(COURTESY / 2)  # if this rank serves the store, the others can still read it
+        else:
+            _comes(store, "shown", COURTESY)
     except RuntimeError:  # the rank that serves the store has ended
-        return True
+        errors.show(fault)
+
+
+def _comes(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether a key is set within ``seconds``."""
+    begun = time.monotonic()
+    while not (found := store.check([key])) and time.monotonic() - begun < seconds:
+        time.sleep(COURTESY / 20)
+    return found
 
 
 def _collectives(limits: Limits) -> float:

@@ -22,7 +22,7 @@ from nlgrpo.config import grid
 from nlgrpo.config.comparing import differences
 from nlgrpo.config.grid import Setting
 from nlgrpo.config.schema import Config, to_dict
-from nlgrpo.errors import UserError
+from nlgrpo.errors import REPORT, UserError
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.file_lock import Busy, FileLock
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
@@ -214,7 +214,8 @@ def _error(point: Point, status: int, first: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     with point.log.open("rb") as log:
         log.seek(first)
-        lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines()]
+    lines = [line for line in lines if line not in ("", REPORT)]  # the line before is the exception of a bug
     named = [line for line in lines if line.startswith("error:")]
     return (named or lines or [f"exit status {status} without output"])[-1]
 
