@@ -116,7 +116,9 @@ def completion(arguments: Sequence[str]) -> int:
 
 def usage() -> str:
     lines = [f"nlgrpo {__version__}", "", "usage: nlgrpo COMMAND [--help]", ""]
-    return "\n".join(lines + [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()])
+    lines += [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
+    lines += ["", "Every command has --help, and --debug, which shows the traceback of an error."]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
