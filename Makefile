@@ -24,7 +24,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 	tests/kernels/test_decode.py tests/kernels/test_linear.py tests/kernels/test_logprob.py \
 	tests/kernels/test_packed_attention.py $(wildcard tests/kernels/test_ecdf*.py) \
 	$(wildcard tests/calibration/test_ecdf*.py) tests/kernels/test_linearize.py tests/engine/test_generation.py \
-	tests/commands/test_cli.py \
+	tests/apps/test_cli.py \
 	tests/config/test_schema.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
 	tests/training/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 

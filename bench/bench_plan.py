@@ -78,7 +78,7 @@ CONFIGURATIONS: dict[str, tuple[str, int, list[str]]] = {
 def child(folder: Path, options: list[str]) -> None:
     """Train in this process; write the planned and the measured bytes of this rank."""
     from nlgrpo import train
-    from nlgrpo.training.planning import memory, table
+    from nlgrpo.apps.plan import memory, table
 
     planned: list[memory.Memory] = []
     show = table.show

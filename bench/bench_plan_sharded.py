@@ -31,6 +31,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nlgrpo.apps.plan import memory
+from nlgrpo.apps.plan.workload import Workload
 from nlgrpo.config.recipes import recipe
 from nlgrpo.kernels import Segments, epilogue_torch
 from nlgrpo.kernels.head import BLOCK_BYTES, Gradients, block_logits
@@ -40,8 +42,6 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import make_optimizer
-from nlgrpo.training.planning import memory
-from nlgrpo.training.planning.workload import Workload
 
 GIB = 2**30
 COMPUTE, STORED, CPU = torch.bfloat16, torch.float32, torch.device("cpu")

@@ -22,10 +22,10 @@ from bench_lora import MODELS
 from common import machine, one_line, save
 from random_models import random_llama
 
+from nlgrpo.apps.plan.activations import BlockBytes, per_token
 from nlgrpo.kernels import Segments, linear_logprob
 from nlgrpo.model import decoder
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.training.planning.activations import BlockBytes, per_token
 
 SIDES = {"computed again": True, "saved": False}
 

@@ -161,7 +161,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
     from nlgrpo.runtime.timing import Clock
     from nlgrpo.train import train
     from nlgrpo.training.build import build
-    from nlgrpo.training.rollouts.ahead import Rollouts
+    from nlgrpo.training.rollouts import Rollouts
 
     steps = args.warmup + args.steps
     settings = {

@@ -25,76 +25,76 @@ COMMANDS = {
         "Train a policy: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]; --help lists keys",
     ),
     "generate": (
-        "nlgrpo.commands.inference.generate:generate",
+        "nlgrpo.apps.respond.generate:generate",
         'Sample completions from a model: nlgrpo generate "Once upon a time" --samples 4',
     ),
     "serve": (
-        "nlgrpo.commands.inference.serve:main",
+        "nlgrpo.apps.respond.serve:main",
         "Serve a model over OpenAI's protocol: nlgrpo serve --model DIR --procedure bon:4 --choose REWARD",
     ),
-    "recipes": ("nlgrpo.commands.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
+    "recipes": ("nlgrpo.apps.shell.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
     "report": (
-        "nlgrpo.commands.report:write_report",
+        "nlgrpo.apps.report.commands:write_report",
         "Rewrite the report.html and figures of a run: nlgrpo report runs/maze",
     ),
     "watch": (
-        "nlgrpo.commands.watch:main",
+        "nlgrpo.apps.report.watch:main",
         "Follow runs that are training in a browser: nlgrpo watch runs/maze",
     ),
     "compare": (
-        "nlgrpo.commands.report:compare",
+        "nlgrpo.apps.report.commands:compare",
         "Plot several runs in one figure: nlgrpo compare runs/maze runs/maze-grpo",
     ),
     "evaluate": (
-        "nlgrpo.commands.evaluate:main",
+        "nlgrpo.apps.evaluate.evaluate:main",
         "Evaluate models under best-of-N and other procedures: nlgrpo evaluate runs/maze runs/maze-grpo",
     ),
     "rollout": (
-        "nlgrpo.commands.rollout:main",
+        "nlgrpo.apps.rollout.rollout:main",
         "Sample and score completions of the reference model: nlgrpo rollout [file.toml] --samples 100 --out DIR",
     ),
     "sweep": (
-        "nlgrpo.commands.sweep:main",
+        "nlgrpo.apps.sweep.sweep:main",
         "Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 [--retry]",
     ),
     "reward-model": (
-        "nlgrpo.commands.reward_model:main",
+        "nlgrpo.apps.reward_model.reward_model:main",
         "Train a reward model on pairs: nlgrpo reward-model train [file.toml] [--section.key value ...] [--dry-run]",
     ),
     "value": (
-        "nlgrpo.commands.guided.value:main",
+        "nlgrpo.apps.guided.value:main",
         "Train a value model on rollouts, or merge several: nlgrpo value train|compress [file.toml] [--dry-run]",
     ),
     "merge": (
-        "nlgrpo.commands.conversion.merge:main",
+        "nlgrpo.apps.convert.merge:main",
         "Merge an adapter (LoRA) into its model: nlgrpo merge runs/NAME/adapter --out DIR",
     ),
     "iro": (
-        "nlgrpo.commands.guided.iro:main",
+        "nlgrpo.apps.guided.iro:main",
         "Train value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] --iterations 3 --out DIR",
     ),
     "decode": (
-        "nlgrpo.commands.guided.decode:main",
+        "nlgrpo.apps.guided.decode:main",
         "Compare decoding methods at equal budgets: nlgrpo decode [file.toml] --guide OUT --methods bon cd iro",
     ),
     "curves": (
-        "nlgrpo.commands.curves:main",
+        "nlgrpo.apps.curves.curves:main",
         "Compute win rate against KL of transformed rewards, without a model: nlgrpo curves --n 4 [--suggest 4 --kl 1]",
     ),
     "plan": (
-        "nlgrpo.commands.machine.plan:main",
+        "nlgrpo.apps.plan.plan:main",
         "Estimate memory and time on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
     ),
     "push": (
-        "nlgrpo.commands.conversion.push:main",
+        "nlgrpo.apps.report.push:main",
         "Upload the model of a run to the Hugging Face Hub: nlgrpo push runs/my --repo USER/NAME",
     ),
     "from-trl": (
-        "nlgrpo.commands.conversion.from_trl:main",
+        "nlgrpo.apps.convert.from_trl:main",
         "Convert a run of TRL (GRPOTrainer, RLOOTrainer): nlgrpo from-trl grpo.yaml --out my.toml",
     ),
     "doctor": (
-        "nlgrpo.commands.machine.doctor:main",
+        "nlgrpo.apps.doctor.doctor:main",
         "Check this machine: versions, GPU, ranks, ops, kernels, a training step: nlgrpo doctor [--json FILE]",
     ),
     "completion": (
@@ -102,7 +102,7 @@ COMMANDS = {
         "Print a script that completes commands and options: nlgrpo completion bash (zsh, fish, ..)",
     ),
     "verify": (
-        "nlgrpo.commands.verify:main",
+        "nlgrpo.apps.verify.verify:main",
         "Check the mathematics against exact results: nlgrpo verify [--out FOLDER] [--quick]",
     ),
 }
@@ -110,7 +110,7 @@ COMMANDS = {
 
 def completion(arguments: Sequence[str]) -> int:
     """Run ``nlgrpo completion``, the only command that needs the table of commands."""
-    main: Callable[..., int] = importlib.import_module("nlgrpo.commands.machine.completion").main
+    main: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.completion").main
     return main(arguments, COMMANDS)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import errors
+from nlgrpo.apps.plan import table
 from nlgrpo.config import command_line
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, to_dict
@@ -36,8 +37,7 @@ from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
 from nlgrpo.training.offline import OfflineSamples
-from nlgrpo.training.planning import table
-from nlgrpo.training.rollouts.ahead import Rollouts
+from nlgrpo.training.rollouts import Rollouts
 from nlgrpo.training.run import Run
 from nlgrpo.training.tracking import terminal
 from nlgrpo.training.tracking.logger import MetricsLogger
@@ -149,9 +149,9 @@ def evaluate_before(run: Run, learner: Learner, engine: PolicyEngine) -> Evaluat
 def log_evaluation(run: Run, log: MetricsLogger, sampled: EvaluationSamples | None) -> None:
     """Send an evaluation of the current policy to the trackers, if there are any."""
     if sampled is not None and run.ranks.first and run.config.train.track:
-        from nlgrpo.evaluation import results  # SciPy
+        from nlgrpo.training import evaluation_summary  # SciPy
 
-        log.evaluation(max(0, run.progress.step - 1), results.metrics(sampled, run.config.evaluation.ns))
+        log.evaluation(max(0, run.progress.step - 1), evaluation_summary.metrics(sampled, run.config.evaluation.ns))
 
 
 def finish(
@@ -165,13 +165,12 @@ def finish(
         run.write_evaluation(before=before, after=after)
         log_evaluation(run, log, after)
         if run.ranks.first:
-            from nlgrpo.evaluation import recorded, results  # SciPy
+            from nlgrpo.training import evaluation_summary
 
-            beside = recorded.beside(to_dict(run.config))
-            log.console.print(results.before_after_table(before, after, run.config.evaluation.ns, beside))
+            beside = evaluation_summary.recorded_for(to_dict(run.config))
+            log.console.print(evaluation_summary.before_after_table(before, after, run.config.evaluation.ns, beside))
     if run.ranks.first:
-        from nlgrpo.evaluation import report  # matplotlib takes a second
-        from nlgrpo.evaluation.sharing import hub
+        from nlgrpo.apps.report import hub, report  # matplotlib takes a second
 
         page = report.write_report(run.folder)
         log.console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)

@@ -25,13 +25,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tradeoff_curves import reach_over_seeds
 
-from nlgrpo.evaluation import figures, run_loader
-from nlgrpo.evaluation.estimators import best_of_n, over_present
-from nlgrpo.evaluation.results import weighted_best_of_n
-from nlgrpo.evaluation.run_loader import TRAINING_KL, Model, ReportData
+from nlgrpo.apps.report import figures, run_loader
+from nlgrpo.apps.report.run_loader import TRAINING_KL, Model, ReportData
+from nlgrpo.apps.sweep.state import read_sweep_state
+from nlgrpo.estimators import best_of_n, over_present
 from nlgrpo.objectives.registry import is_pairwise
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps.state import read_sweep_state
+from nlgrpo.training.evaluation_summary import weighted_best_of_n
 
 SEED = "train.seed"
 

@@ -18,7 +18,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from nlgrpo.commands.verification.tabular import kl
+from nlgrpo.apps.verify.tabular import kl
 from nlgrpo.objectives.aggregation import Aggregate, WeightedSum, combine
 from nlgrpo.objectives.base import Objective
 from nlgrpo.objectives.registry import Mean

@@ -27,9 +27,9 @@ import torch
 from guided_budgets import Found, Key, nlgrpo, results
 from matplotlib.figure import Figure
 
-from nlgrpo.evaluation import figures
+from nlgrpo.apps.guided import value_loop
+from nlgrpo.apps.report import figures
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.scalar_heads import value_loop
 
 # Options of the variants of each group; "" are the options of --learn alone.
 GROUPS: dict[str, list[str]] = {

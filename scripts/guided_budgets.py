@@ -31,11 +31,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo.commands.guided import decode
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.apps.guided import decode
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.sweep import launchers
+from nlgrpo.estimators import bootstrap
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps import launchers
 
 METHODS = ["bon", "iro:1", "iro:2", "iro:3", "compressed", "cd", "args"]
 LABELS = {"bon": "best-of-N", "compressed": "IRO, compressed", "cd": "one beam, first value", "args": "ARGS",

@@ -12,9 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from nlgrpo.commands import sweep
-from nlgrpo.evaluation import comparison
-from nlgrpo.training.sweeps.state import read_sweep_state
+from nlgrpo.apps.report import compare as comparison
+from nlgrpo.apps.sweep import sweep
+from nlgrpo.apps.sweep.state import read_sweep_state
 
 OBJECTIVES = ["mean", "bon:2", "bon:4", "bon:8", "bon:16", "soft:0.1", "soft:0.05"]
 

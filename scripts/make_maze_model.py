@@ -30,7 +30,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from nlgrpo.data import mazes
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.evaluation.estimators import bootstrap, pass_at_k
+from nlgrpo.estimators import bootstrap, pass_at_k
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import decoder
 from nlgrpo.model.decoder import Decoder

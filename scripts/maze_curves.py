@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from maze_record import BASE, GRPO, STYLES, Method, cell, table
 from torch import Tensor
 
+from nlgrpo.apps.report import figures
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
-from nlgrpo.evaluation import figures
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 KS = (1, 8, 64)

@@ -22,9 +22,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from nlgrpo.apps.evaluate import named_models
+from nlgrpo.apps.report import figures
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.evaluation import figures, named_models
-from nlgrpo.evaluation.estimators import bootstrap, pass_at_k, two_way_interval
+from nlgrpo.estimators import bootstrap, pass_at_k, two_way_interval
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 BASE, GRPO, OURS = "untrained", "GRPO", "bon:8:unbiased"
@@ -161,7 +162,7 @@ def draw(methods: dict[str, Method]) -> Figure:
 
 
 def recorded(method: Method, about: str) -> str:
-    """Content of the file that `nlgrpo.evaluation.recorded` reads. ``about``: how the figures were made."""
+    """Content of the file that `nlgrpo.training.evaluation_summary` reads. ``about``: how the figures were made."""
     values = [[round(x, 4) for x in interval(of_k)] for of_k in method.passes(KS)]
     content = {
         "label": "GRPO, recorded",

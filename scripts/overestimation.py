@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from nlgrpo.commands.guided import decode
+from nlgrpo.apps.guided import decode
+from nlgrpo.apps.guided.decoding_methods import DecodingMethod
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.decoding_memory import ROWS
-from nlgrpo.evaluation.decoding_methods import DecodingMethod
-from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.estimators import bootstrap
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.work_queue import WorkQueue
 

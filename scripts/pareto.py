@@ -22,12 +22,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo.commands import sweep
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.sweep import sweep
+from nlgrpo.apps.sweep.state import read_sweep_state
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import best_of_n, bootstrap
-from nlgrpo.training.sweeps.state import read_sweep_state
+from nlgrpo.estimators import best_of_n, bootstrap
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 METHODS = ["mean", "bon:4", "bon:4/smooth_min:50"]

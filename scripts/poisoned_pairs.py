@@ -25,12 +25,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tradeoff import nlgrpo
 
+from nlgrpo.apps.report import figures
 from nlgrpo.calibration import calibrate, calibrate_by_median, calibrate_pooled
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.estimators import bootstrap
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.rewards.classifiers import Classifier

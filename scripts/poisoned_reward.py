@@ -26,13 +26,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tradeoff import beta_for, distance, made, nlgrpo
 
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.sweep import sweep
 from nlgrpo.calibration import calibrate, calibrate_by_median, calibrate_pooled
-from nlgrpo.commands import sweep
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.estimators import bootstrap
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 POISONED, TRUE, WORD = "poisoned", "true", "word"

@@ -32,14 +32,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.sweep import launchers
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts import reference_rollouts
-from nlgrpo.evaluation import figures
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps import launchers
 
 TRANSFORMS = ["identity", "exp:10", "exp:-10", "log", "bon_fp", "won_fp", "rank", "raw", "vbon", "vbon:bound"]
 GAIN_COLUMNS = {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nlgrpo.calibration import alignment, variational
 from nlgrpo.calibration.transforms import FixedPoint, Transform, parse_transform
-from nlgrpo.evaluation.estimators import bootstrap, weighted_win_rate
+from nlgrpo.estimators import bootstrap, weighted_win_rate
 from nlgrpo.objectives.aggregation import WeightedSum
 from nlgrpo.objectives.registry import BestOfN, Mean
 

@@ -26,12 +26,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tradeoff_curves import Curve, Run
 
+from nlgrpo.apps.report import figures
 from nlgrpo.calibration import rewind
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import bootstrap, weighted_win_rate, win_rate
+from nlgrpo.estimators import bootstrap, weighted_win_rate, win_rate
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 LABEL = re.compile(r"(.+) N (\d+) seed (\d+)")

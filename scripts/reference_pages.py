@@ -27,8 +27,12 @@ CONFIGURATIONS = {
         "Config",
         "Keys of `nlgrpo train`, `sweep`, `evaluate`, `rollout`, `iro`, `decode`",
     ),
-    "reward-model": ("nlgrpo.config.reward_model_config", "RewardModelConfig", "Keys of `nlgrpo reward-model train`"),
-    "value": ("nlgrpo.config.value_config", "ValueConfig", "Keys of `nlgrpo value train` and `nlgrpo value compress`"),
+    "reward-model": ("nlgrpo.apps.reward_model.config", "RewardModelConfig", "Keys of `nlgrpo reward-model train`"),
+    "value": (
+        "nlgrpo.apps.guided.value_config",
+        "ValueConfig",
+        "Keys of `nlgrpo value`",
+    ),
 }
 WITH_KEYS = {"train", "reward-model", "value"}  # commands whose options are the configuration keys
 
@@ -36,18 +40,18 @@ WITH_KEYS = {"train", "reward-model", "value"}  # commands whose options are the
 PAGES = {
     "objectives": ("Objectives and aggregation", ["nlgrpo.objectives"]),
     "calibration": ("Calibration, ECDFs, variational best-of-N", ["nlgrpo.calibration"]),
-    "losses": ("Losses", ["nlgrpo.training.losses"]),
-    "evaluation": ("Evaluation", ["nlgrpo.evaluation"]),
+    "losses": ("Losses", ["nlgrpo.losses"]),
+    "evaluation": ("Evaluation", ["nlgrpo.estimators", "nlgrpo.apps.evaluate", "nlgrpo.apps.report"]),
     "kernels": ("Kernels", ["nlgrpo.kernels"]),
     "model-engine": (
         "Model and engine",
         ["nlgrpo.model", "nlgrpo.engine", "nlgrpo.engine.backends", "nlgrpo.engine.environments"],
     ),
-    "inference": ("Inference-time procedures", ["nlgrpo.engine.inference", "nlgrpo.engine.serving"]),
+    "inference": ("Inference-time procedures", ["nlgrpo.apps.respond"]),
     "rollouts-rewards": ("Rollouts, rewards, data", ["nlgrpo.engine.rollouts", "nlgrpo.rewards", "nlgrpo.data"]),
     "training": (
         "Training",
-        ["nlgrpo.training", "nlgrpo.training.rollouts", "nlgrpo.training.scalar_heads", "nlgrpo.training.sweeps"],
+        ["nlgrpo.training", "nlgrpo.apps.guided", "nlgrpo.apps.reward_model", "nlgrpo.apps.sweep"],
     ),
     "integrations": ("Integrations", ["nlgrpo.integrations"]),
     "runtime": ("Runtime", ["nlgrpo.runtime"]),
@@ -55,8 +59,11 @@ PAGES = {
 
 
 def modules(room: str) -> Iterator[str]:
-    """Names of the modules of a package, without its subpackages."""
+    """Names of the modules of a package, without its subpackages; of a module, its own."""
     folder = ROOT / "kernels" if room == "nlgrpo.kernels" else ROOT / Path(*room.split("."))
+    if not folder.is_dir():
+        yield room
+        return
     yield from (f"{room}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__")
 
 
@@ -68,8 +75,10 @@ def document(path: str, text: str) -> None:
 def api_page(title: str, rooms: list[str]) -> str:
     lines = [f"# {title}\n"]
     for room in rooms:
-        lines.append(f"{inspect.getdoc(import_module(room)) or ''}\n")
-        lines += [f"::: {module}\n" for module in modules(room)]
+        names = list(modules(room))
+        if names != [room]:
+            lines.append(f"{inspect.getdoc(import_module(room)) or ''}\n")
+        lines += [f"::: {module}\n" for module in names]
     return "\n".join(lines)
 
 

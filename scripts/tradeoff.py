@@ -38,17 +38,15 @@ from scipy.optimize import brentq
 from torch import Tensor
 from tradeoff_curves import Run
 
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.sweep import grid, launchers, sweep
+from nlgrpo.apps.sweep.state import Point, read_sweep_state
 from nlgrpo.calibration.alignment import at_kl, calibrate, parse_transform
-from nlgrpo.commands import sweep
-from nlgrpo.config import grid
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.evaluation import figures
 from nlgrpo.objectives.registry import BestOfN
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
-from nlgrpo.training.sweeps import launchers
-from nlgrpo.training.sweeps.state import Point, read_sweep_state
 
 METHODS = [
     "grpo", "ppo", "bon", "rank", "identity", "log", "exp:10", "exp:-10", "bon_fp", "ppo/identity", "ppo/log",

@@ -19,7 +19,7 @@ from nlgrpo.data.conversations import plain_text
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.engine.rollouts.inputs import read_prompts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
-from nlgrpo.evaluation.estimators import bootstrap, selected_value, win_rate
+from nlgrpo.estimators import bootstrap, selected_value, win_rate
 from nlgrpo.model import hf_weights
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import read_config

@@ -23,9 +23,9 @@ from tradeoff_curves import (
     undominated,
 )
 
+from nlgrpo.apps.report import figures
 from nlgrpo.calibration.alignment import at_kl
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import bootstrap
+from nlgrpo.estimators import bootstrap
 
 FAMILIES = (  # rows of a figure with many methods
     ("The reward itself", ("grpo", "ppo", "bon", "rank")),

@@ -1,6 +1,6 @@
 """Write the tables of TRL's options in docs/migrating-from-trl.md: python scripts/trl_table.py
 
-They are between two comments, and come from nlgrpo/commands/conversion/trl_options.py.
+They are between two comments, and come from nlgrpo/apps/convert/trl_options.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.commands.conversion import trl_options
-from nlgrpo.commands.conversion.trl_options import Option
+from nlgrpo.apps.convert import trl_options
+from nlgrpo.apps.convert.trl_options import Option
 from nlgrpo.config import comparing
 from nlgrpo.config.schema import Config, RewardConfig, to_dict
 

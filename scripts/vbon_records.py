@@ -26,15 +26,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tradeoff import distance, made, nlgrpo
 
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.sweep import sweep
 from nlgrpo.calibration.kolmogorov_smirnov import ks_table
 from nlgrpo.calibration.variational import log_strict_cdf, strict_order, string_keys
-from nlgrpo.commands import sweep
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
-from nlgrpo.evaluation import figures
-from nlgrpo.evaluation.estimators import win_rate
+from nlgrpo.estimators import win_rate
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
 ALL = 600  # samples per prompt, as in the paper

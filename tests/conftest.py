@@ -111,8 +111,8 @@ def shared() -> Path:
 def no_figures():
     """Commands write no report, and an empty file for each figure: drawing takes longer than a run of a tiny model."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("nlgrpo.evaluation.figures.render", lambda *_, **__: b"")
-        patched.setattr("nlgrpo.evaluation.report.write_report", lambda run: run / "report.html")
+        patched.setattr("nlgrpo.apps.report.figures.render", lambda *_, **__: b"")
+        patched.setattr("nlgrpo.apps.report.report.write_report", lambda run: run / "report.html")
         yield
 
 

@@ -27,8 +27,8 @@ import torch.multiprocessing as mp
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
+from nlgrpo.apps.report import report
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.evaluation import report
 from nlgrpo.model import decoder, hf_weights
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nlgrpo.config.schema import Config, CriticConfig
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.errors import UserError
+from nlgrpo.losses.gae import clipped_value_loss, gae
 from nlgrpo.model import adapters, decoder, reward_model
 from nlgrpo.model.architectures import Shape, shape_of
 from nlgrpo.model.decoder import Decoder
@@ -21,7 +22,6 @@ from nlgrpo.model.packing import MicroBatch
 from nlgrpo.model.reward_model import score
 from nlgrpo.runtime.device import master_dtype
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.losses.gae import clipped_value_loss, gae
 
 Sums = dict[str, Tensor]
 SUMS = ("value_loss", "value_clipped", "value", "return", "return_squared", "residual", "residual_squared")

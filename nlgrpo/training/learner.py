@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.losses import correction, kl
+from nlgrpo.losses.correction import Corrected
+from nlgrpo.losses.policy import packed_loss, packed_loss_from_hidden, token_weights
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import accumulated, clip_gradients
@@ -24,9 +27,6 @@ from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic
 from nlgrpo.training.critic import Critic, Targets
-from nlgrpo.training.losses import correction, kl
-from nlgrpo.training.losses.correction import Corrected
-from nlgrpo.training.losses.policy import packed_loss, packed_loss_from_hidden, token_weights
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:

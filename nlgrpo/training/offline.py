@@ -20,6 +20,8 @@ from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.errors import UserError
+from nlgrpo.losses.policy import token_weights
+from nlgrpo.losses.preference import best_of_n_sft, bonbon, bonbon_margin, dpo, ipo, pairs, winners
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import accumulated, clip_gradients
@@ -29,8 +31,6 @@ from nlgrpo.objectives.registry import Objective
 from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.losses.policy import token_weights
-from nlgrpo.training.losses.preference import best_of_n_sft, bonbon, bonbon_margin, dpo, ipo, pairs, winners
 
 # metrics on the progress line, with formats
 SHOWN = (

@@ -18,19 +18,19 @@ from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import plain_text
-from nlgrpo.engine import backends
+from nlgrpo.engine import as_trained, backends
+from nlgrpo.engine.as_trained import AsTrained
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.backends.base import Engine, PolicyEngine
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.inference import as_trained
-from nlgrpo.engine.inference.as_trained import AsTrained
 from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
 from nlgrpo.engine.rollouts.collect import scorers
 from nlgrpo.engine.rollouts.inputs import digests_of
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import digest_of_weights
 from nlgrpo.errors import UserError
+from nlgrpo.losses.kl import AdaptiveBeta
 from nlgrpo.model import adapters, decoder
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
@@ -49,7 +49,6 @@ from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import critic, offline, run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
-from nlgrpo.training.losses.kl import AdaptiveBeta
 from nlgrpo.training.reference_rewards import ReferenceRewards
 from nlgrpo.training.tracking import run_files, terminal, trackers
 from nlgrpo.training.tracking.logger import MetricsLogger

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from gpu_kit.child import Kit, Skip, message
 from gpu_kit.measuring import need, peak, profiled, regions, release, synchronize
 from gpu_kit.models import config_of, decoder_of, fill
+from nlgrpo.apps.plan import ahead, memory
+from nlgrpo.apps.plan.decoding_time import launches
 from nlgrpo.config.schema import Config, from_dict
 from nlgrpo.engine import sampling as engine_sampling
 from nlgrpo.kernels import decode
 from nlgrpo.model import decoder as decoder_module
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.training.planning import ahead, memory
-from nlgrpo.training.planning.decoding_time import launches
 
 SAMPLES, PROMPT = 8, 256  # completions of a prompt; its tokens, about
 TOKENS, PROFILED = 33, 3  # of a completion; the first comes from the prefill

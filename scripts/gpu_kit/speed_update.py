@@ -12,14 +12,14 @@ from random_models import save_prompts
 from gpu_kit.child import Kit, Skip
 from gpu_kit.measuring import need, peak, profiled, release, seconds
 from gpu_kit.models import config_of, fill, save_blank
+from nlgrpo.apps.plan import memory, roofline, table
+from nlgrpo.apps.plan.workload import Workload
 from nlgrpo.config.schema import Config, from_dict
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.runtime import gpus
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.training.build import build
-from nlgrpo.training.planning import memory, roofline, table
-from nlgrpo.training.planning.workload import Workload
 from nlgrpo.training.run import Run
 
 

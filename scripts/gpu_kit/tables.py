@@ -15,12 +15,12 @@ from typing import Any
 
 from gpu_kit import plan
 from gpu_kit.plan import ROOT
+from nlgrpo.apps.plan import machine
 from nlgrpo.runtime.gpus import GPUS, of_device
-from nlgrpo.training.planning import machine
 
 NONE = "not measured"
 MISSING = "GPU code is written and tested without a GPU, and **not measured yet**"
-CONSTANTS = Path("nlgrpo/training/planning/measured.json")
+CONSTANTS = Path("nlgrpo/apps/plan/measured.json")
 NEEDED = {"format", "date", "card", "driver", "versions", "commit", "dirty", "constants", "steps", "rehearsal"}
 MARKS = ("<!-- gpu -->", "<!-- /gpu -->")
 TOP = 8  # kernels of an update that the page shows

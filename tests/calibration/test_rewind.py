@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nlgrpo.calibration.rewind import RewindAndRepeat, parse
-from nlgrpo.evaluation.estimators import weighted_win_rate
+from nlgrpo.estimators import weighted_win_rate
 
 REWARDS = torch.tensor(
     [

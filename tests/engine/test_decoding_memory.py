@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nlgrpo.apps.plan.activations import per_token
 from nlgrpo.engine import decoding_memory
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.sampling import Sampling, next_tokens
 from nlgrpo.kernels import Branches, branch_attention, extension
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
-from nlgrpo.training.planning.activations import per_token
 
 TWO = {"layers": 2, "windows": (None, None), "scales": (1.0, 1.0)}
 SHAPE = Shape("llama", vocab=50, width=16, heads=4, kv_heads=2, head_dim=4, ffn=24, context=4096, rotary_dim=4,

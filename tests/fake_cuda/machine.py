@@ -170,7 +170,7 @@ def training_on_fake_cuda() -> Iterator[None]:
     """
     from nlgrpo.runtime import device as defaults
     from nlgrpo.training import critic, run
-    from nlgrpo.training.scalar_heads import trainer
+    from nlgrpo.training import scalar_head_trainer as trainer
 
     begin = dist.init_process_group
 

@@ -9,11 +9,11 @@ import torch
 import transformers
 from fake_cuda import on_fake_cuda
 
+from nlgrpo.apps.plan import decoding_time
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.sampling import Sampling, next_tokens
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.training.planning import decoding_time
 
 SIZES = {
     "vocab_size": 97,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 
-from nlgrpo.commands.machine.diagnosis.triton_builds import CAPABILITIES, build, cases
+from nlgrpo.apps.doctor.triton_builds import CAPABILITIES, build, cases
 
 
 def resources(cubin):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from gpu_kit import plan, tables
 
-from nlgrpo.training.planning import machine
+from nlgrpo.apps.plan import machine
 
 ROOT = plan.ROOT
 ROW = {

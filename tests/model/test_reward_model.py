@@ -12,10 +12,10 @@ from test_decoder import CASES, random_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from nlgrpo.losses.bradley_terry import bradley_terry_loss
 from nlgrpo.model import reward_model
 from nlgrpo.model.packing import empty_pair_batch, pack_pairs, scored_at
 from nlgrpo.model.reward_model import padding_id, scores
-from nlgrpo.training.losses.bradley_terry import bradley_terry_loss
 
 PAD, EOS = 0, 2
 FAMILIES = ["llama", "llama-tied-bias", "mistral-window", "qwen2", "qwen3-tied", "neox", "gpt2", "gpt2-untied"]

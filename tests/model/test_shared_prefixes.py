@@ -9,12 +9,12 @@ from helpers import as_exported, run_ranks
 from test_decoder import CASES, random_model
 
 from nlgrpo.kernels import Segments, linear_logprob, packed_attention_torch
+from nlgrpo.losses.bradley_terry import bradley_terry_loss
 from nlgrpo.model import decoder
 from nlgrpo.model.fsdp import shard
 from nlgrpo.model.packing import empty_micro_batch, pack, pack_pairs
 from nlgrpo.model.reward_model import score, scores, with_score_head
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.losses.bradley_terry import bradley_terry_loss
 
 CONFIGURATIONS = 20
 FAMILY_CASES = sorted(CASES)

@@ -33,7 +33,7 @@ def chosen(draws, rewards, answers):
 
 def first_of_order(draws, rewards, answers):
     """Reward of the response that the command `nlgrpo generate --procedure maj:N` chooses from this sequence."""
-    from nlgrpo.engine.inference import majority
+    from nlgrpo.inference import majority
 
     index, _ = majority([None if answers[j] < 0 else answers[j] for j in draws], [1.0] * len(draws))
     return rewards[draws[index]]

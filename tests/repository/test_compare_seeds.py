@@ -11,8 +11,8 @@ import torch
 from helpers import REPOSITORY
 from scipy import stats
 
+from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
-from nlgrpo.training.sweeps import state as sweep_state
 
 SEEDS = (3, 1, 2)
 

@@ -19,10 +19,10 @@ from helpers import REPOSITORY, tiny_model
 from safetensors.torch import save_file
 
 from nlgrpo import cli
+from nlgrpo.apps.report import figures
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import recipe
 from nlgrpo.config.schema import read_toml
-from nlgrpo.evaluation import figures
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 COMMENT = r"(?:<!-- test:(?P<mark>setup|skip)(?P<text>.*?)-->\s*\n)?"
@@ -149,7 +149,7 @@ def made(tmp_path_factory):
         (folder / path).symlink_to(REPOSITORY / path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("nlgrpo.evaluation.report.write_report", lambda run: run)  # figures take longer than these runs
+        patch.setattr("nlgrpo.apps.report.report.write_report", lambda run: run)  # figures take longer than these runs
         patch.setattr(figures, "render", lambda *_, **__: b"")
         small = ["--train.steps", "1", "--rollout.max-new-tokens", "8", "--evaluation.samples", "4"]
         for name in ("maze", "maze-grpo", "length-bon", "length-mean"):

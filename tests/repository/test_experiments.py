@@ -12,7 +12,7 @@ import transformers
 from helpers import REPOSITORY, tiny_config, tiny_model
 from rich.console import Console
 
-from nlgrpo.commands.guided import decode
+from nlgrpo.apps.guided import decode
 from nlgrpo.engine.generation import generate
 from nlgrpo.model import decoder
 from nlgrpo.runtime.supervision import process_group

@@ -13,11 +13,11 @@ import transformers
 from helpers import REPOSITORY, tiny_config, tiny_model
 
 from nlgrpo import train
+from nlgrpo.apps.plan import memory, table
 from nlgrpo.config import comparing, schema
 from nlgrpo.config.recipes import from_arguments, recipe
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import build
-from nlgrpo.training.planning import memory, table
 
 ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # the other defaults of LlamaConfig are Llama 7B
 PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, with one more token in embedding and head

@@ -11,8 +11,8 @@ import torch
 from helpers import REPOSITORY
 
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
-from nlgrpo.evaluation import recorded
-from nlgrpo.evaluation.estimators import two_way_interval
+from nlgrpo.estimators import two_way_interval
+from nlgrpo.training import evaluation_summary
 
 RESULTS = REPOSITORY / "bench" / "results" / "mazes"
 COUNTS = RESULTS / "counts.json"
@@ -77,7 +77,7 @@ def test_the_page_and_the_readme_have_these_tables():
 
 def test_the_figures_beside_a_run_are_those_of_the_record():
     method = json.loads(COUNTS.read_text())["GRPO"]
-    content = json.loads((REPOSITORY / "nlgrpo" / "data" / "assets" / recorded.FILE).read_text())
+    content = json.loads((REPOSITORY / "nlgrpo" / "data" / "assets" / evaluation_summary.RECORDED).read_text())
     for k in KS:
         value, low, high = content["pass_at_k"][str(k)]
         per_seed = [[pass_at(k, right, method["samples"]) for right in counts] for counts in method["counts"].values()]

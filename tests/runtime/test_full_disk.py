@@ -16,7 +16,7 @@ from test_checkpoint import load, make, names, save, train
 from test_report import make_run
 
 from nlgrpo import cli
-from nlgrpo.evaluation import figures
+from nlgrpo.apps.report import figures
 from nlgrpo.runtime.atomic_files import atomic_write, into
 from nlgrpo.training.tracking.run_files import read_jsonl
 
@@ -40,7 +40,7 @@ FULL = {
     ("reward-model", "weights"): ("nlgrpo.model.safetensors_writer:_write_tensor", 3, 8000, "model"),
     ("evaluate", "completions"): ("nlgrpo.engine.rollouts.store:Store.write", 2, 100, "samples"),
     ("evaluate", "scores"): ("nlgrpo.engine.rollouts.store:Store.write", 8, 100, "samples"),
-    ("evaluate", "results"): ("nlgrpo.evaluation.results:write", 1, 100, ""),
+    ("evaluate", "results"): ("nlgrpo.apps.evaluate.results:write", 1, 100, ""),
 }
 
 

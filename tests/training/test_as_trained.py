@@ -12,11 +12,10 @@ from chat_model import chat_model
 from helpers import tiny_model
 
 from nlgrpo import cli, train
+from nlgrpo.apps.respond.options import ResponderOptions
 from nlgrpo.data.conversations import ChatOptions
-from nlgrpo.engine import transformers_backend
+from nlgrpo.engine import as_trained, transformers_backend
 from nlgrpo.engine.generation import generate
-from nlgrpo.engine.inference import as_trained
-from nlgrpo.engine.inference.options import ResponderOptions
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.model.tokenizer import load_tokenizer
@@ -60,7 +59,7 @@ def sampled(*more: str) -> tuple[str, ...]:
 def trained(work):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("nlgrpo.evaluation.report.write_report", lambda folder: folder / "report.html")
+        patched.setattr("nlgrpo.apps.report.report.write_report", lambda folder: folder / "report.html")
         return run(work, "trained", "policy", *sampled())
 
 
@@ -181,8 +180,8 @@ def test_arguments_of_the_template_in_training_do_not_refuse_texts(work, capsys)
 
 def test_a_server_prompts_as_in_training(work):
     fastapi = pytest.importorskip("fastapi.testclient")
-    from nlgrpo.engine.serving import app
-    from nlgrpo.engine.serving.batching import Batcher
+    from nlgrpo.apps.respond import app
+    from nlgrpo.apps.respond.batching import Batcher
 
     folder = run(work, "serves", "chat", "--data.system-prompt", "Be brief.", "--rollout.max-new-tokens", "4")
     responder, _ = ResponderOptions(model=str(folder / "model")).load()

@@ -14,6 +14,7 @@ import torch
 from helpers import WORDS, fork_ranks, random_rollout, tiny_model
 
 from nlgrpo import cli, train
+from nlgrpo.apps.report import figures
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import (
@@ -27,7 +28,6 @@ from nlgrpo.config.schema import (
 )
 from nlgrpo.data.prompt_dataset import PromptSet
 from nlgrpo.engine.rollouts.reference_rollouts import load
-from nlgrpo.evaluation import figures
 from nlgrpo.model import decoder
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks

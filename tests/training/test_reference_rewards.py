@@ -19,7 +19,7 @@ from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.build import build
-from nlgrpo.training.rollouts.ahead import Rollouts
+from nlgrpo.training.rollouts import Rollouts
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 

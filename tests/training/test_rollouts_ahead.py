@@ -22,7 +22,7 @@ from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.training.build import build
-from nlgrpo.training.rollouts.ahead import Rollouts
+from nlgrpo.training.rollouts import Rollouts
 
 SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
 

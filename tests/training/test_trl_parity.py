@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
+from nlgrpo.losses.policy import packed_loss, token_weights
 from nlgrpo.objectives import importance_sampling
 from nlgrpo.objectives.advantages import advantages
 from nlgrpo.objectives.registry import Mean
-from nlgrpo.training.losses.policy import packed_loss, token_weights
 
 V, MAX_LENGTH = 40, 9
 GENERATION_TOKENS = 70  # of a generation batch that makes two optimiser steps, the one tested being smaller

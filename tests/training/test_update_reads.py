@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nlgrpo
 from nlgrpo import kernels
 from nlgrpo.config.schema import CriticConfig, LossConfig, OfflineConfig
+from nlgrpo.losses.correction import correct
 from nlgrpo.model import decoder, packing
 from nlgrpo.objectives.importance_sampling import Correction
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic, learner, offline
 from nlgrpo.training.learner import make_optimizer
-from nlgrpo.training.losses.correction import correct
 
 CPU = torch.device("cpu")
 PACKAGE = Path(nlgrpo.__file__).parent

@@ -1,0 +1,150 @@
+"""The command ``nlgrpo evaluate``: value and win rate of models under each inference procedure, with intervals.
+
+    nlgrpo evaluate runs/maze runs/maze-grpo --n 64 --ns 1,2,4,8,16
+    nlgrpo evaluate runs/sweep half=runs/maze/checkpoints/step-00000200
+    torchrun --nproc-per-node 8 -m nlgrpo.cli evaluate my-model --reference base --file evaluation.toml
+
+Every model samples n completions of the same prompts with the same noise. Completions and scores are stored by content
+(`engine.rollouts.store`), so the same command resumes, and another command that needs the same completions reuses them.
+Ranks share the work, and the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from nlgrpo.apps.evaluate import results
+from nlgrpo.apps.evaluate.model_evaluation import EvaluationOptions, build, evaluate
+from nlgrpo.apps.evaluate.named_models import NamedModel, named
+from nlgrpo.calibration import rewind
+from nlgrpo.config import recipes, schema, validate
+from nlgrpo.config.overrides import override
+from nlgrpo.config.schema import Config
+from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
+from nlgrpo.errors import UserError, as_user_error
+from nlgrpo.objectives.registry import MajorityVote, parse
+from nlgrpo.runtime import user_code
+from nlgrpo.runtime.supervision import process_group
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]:
+    """Parse ``MODEL... [--reference REF] [--file TOML] [--n 64] [--ns 1,2] [--procedures ..] [--gold ..] [--key x]``.
+
+    Starts from the configuration of the first model that is the folder of a run; otherwise from the file, or from the
+    recipe `blank`. Raises UserError for invalid options.
+    """
+    given = list(arguments)
+    names: list[str] = []
+    while given and not given[0].startswith("-"):
+        names.append(given.pop(0))
+    parser = argparse.ArgumentParser(prog="nlgrpo evaluate", allow_abbrev=False, description=ABOUT)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--reference", help="model to compare with; default: the initial model of the run")
+    parser.add_argument("--file", type=Path, help="TOML file with data, rewards, ... as for training")
+    parser.add_argument("--out", type=Path, default=Path("runs/evaluation"), help="folder of samples and results")
+    parser.add_argument(
+        "--n", "--samples", type=int, default=64, help="completions per prompt; use --samples under torchrun"
+    )
+    parser.add_argument(
+        "--ns", default="1,2,4,8,16", help="values of N for best-of-N and worst-of-N, separated by commas"
+    )
+    parser.add_argument(
+        "--procedures",
+        default="bon,wor",
+        help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", "rewind:0.85:32", ...',
+    )
+    parser.add_argument("--gold", default="", help="rewards that score what the other rewards choose")
+    parser.add_argument("--no-kl", action="store_true", help="leave out the KL to the reference, a third of the time")
+    known, rest = parser.parse_known_args(given)
+    if not names:
+        raise UserError("no model to evaluate; name runs or models first: nlgrpo evaluate runs/a")
+    models = named(names)
+    base, of_run = _base(models, known.file)
+    cfg = _override(base, rest, known.n, of_run)
+    ns = tuple(dict.fromkeys(_integers(known.ns)))
+    if not ns or not all(1 <= n <= known.n for n in ns):
+        raise UserError(f"--ns {known.ns}: expected numbers between 1 and --n {known.n}, the completions per prompt")
+    gold = tuple(name for name in known.gold.split(",") if name)
+    unknown = [name for name in gold if name not in cfg.rewards]
+    if unknown:
+        raise UserError(f"--gold {unknown[0]}: unknown reward; the rewards are {', '.join(cfg.rewards)}")
+    procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
+    reference = known.reference or cfg.model.path
+    return EvaluationOptions(models, reference, known.out, procedures, ns, gold, not known.no_kl), cfg
+
+
+ABOUT = """Compare models with a reference under each inference procedure: nlgrpo evaluate MODEL [MODEL ...] [options]
+
+A model is the folder of a run, one of its checkpoints (RUN/checkpoints/step-00000300), a Hugging Face directory, or a
+hub name; LABEL=PATH gives it a label. The folder of a sweep stands for all its finished runs. Configuration keys
+such as --data.source, --rewards.NAME.function, --rollout.temperature and --evaluation.prompts are options too; they
+override the configuration of the first model that is a run. Under torchrun, write --samples instead of --n."""
+
+
+def _base(models: Sequence[NamedModel], file: Path | None) -> tuple[Config, bool]:
+    """Return the configuration that the options override, and whether it is that of a run."""
+    if file is not None:
+        return schema.read_toml(file, recipes.recipe("blank")), False
+    runs = [model.run for model in models if model.run is not None]
+    if not runs:
+        return recipes.recipe("blank"), False
+    known = runs[0] / "config.json"
+    return schema.from_dict(json.loads(known.read_text("utf-8")), where=str(known)), True
+
+
+def _override(base: Config, rest: Sequence[str], n: int, of_run: bool) -> Config:
+    evaluation = dataclasses.replace(base.evaluation, samples=n, ns=(1,))
+    cfg = override(dataclasses.replace(base, evaluation=evaluation), rest, program="nlgrpo evaluate")
+    if not of_run and not cfg.data.evaluation:  # nothing was trained on these prompts: use all of them
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, evaluation=cfg.data.source))
+    if cfg.evaluation.prompts < 1:
+        raise UserError(f"evaluation.prompts = {cfg.evaluation.prompts}: an evaluation needs at least one prompt")
+    validate.check(cfg)
+    return cfg
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"--ns {text}: expected whole numbers separated by commas, such as 1,2,4") from None
+
+
+def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> list[str]:
+    """Expand "bon" and "wor" to every N (N = 1 is "mean"), and parse the other procedures."""
+    found = []
+    for text in filter(None, map(str.strip, procedures)):
+        for name in [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]:
+            with as_user_error():
+                again = rewind.parse(name)
+                chosen = again or parse(name, user_code.function)
+            if again is not None and again.most > samples:
+                raise UserError(f"--procedures {again}: needs up to {again.most} samples, and --n is {samples}")
+            if isinstance(chosen, MajorityVote) and chosen.n > samples:
+                raise UserError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
+            found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
+    return list(dict.fromkeys(found))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluate, write the results and print them. Raises UserError for user errors."""
+    options, cfg = read_arguments(arguments)
+    with process_group.start(cfg.limits()) as ranks:
+        e = build(options, cfg, ranks)
+        found = evaluate(e)
+        if ranks.first:
+            write_evaluation(options.out, **found)
+            results.write(found, options.procedures, options.gold, cfg, options.out)
+            for table in results.tables(found, options.procedures, options.gold):
+                e.console.print(table)
+            e.console.print(f"results  {options.out}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,22 @@
+"""The command ``nlgrpo value``: fit a value model to rollouts (``train``) or a sum of value models (``compress``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nlgrpo.apps.guided.value_config import from_arguments
+from nlgrpo.apps.guided.value_training import build
+from nlgrpo.training import scalar_head_trainer as trainer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``value train ...``, ``value compress ...``; see `trainer.command`."""
+
+    def launch(rest: Sequence[str], dry_run: bool, *, compress: bool) -> None:
+        trainer.launch(from_arguments(rest, compress=compress), build, dry_run=dry_run)
+
+    modes = {
+        "train": lambda rest, dry_run: launch(rest, dry_run, compress=False),
+        "compress": lambda rest, dry_run: launch(rest, dry_run, compress=True),
+    }
+    return trainer.command(arguments, "value", modes)

@@ -1,0 +1,226 @@
+"""The plan that a run prints before it starts: batch sizes, memory by phase, and notes on risky settings."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from rich.table import Table
+
+from nlgrpo.apps.plan import advice, memory
+from nlgrpo.apps.plan.memory import Memory
+from nlgrpo.apps.plan.notes import notes
+from nlgrpo.apps.plan.workload import CONTEXT, Workload
+from nlgrpo.config.schema import Config
+from nlgrpo.engine.rollouts.evaluation_samples import size_of
+from nlgrpo.engine.rollouts.inputs import unread_files
+from nlgrpo.losses.preference import bonbon_margin
+from nlgrpo.model import lora
+from nlgrpo.model.architectures import Shape
+from nlgrpo.model.attention import implementation
+from nlgrpo.model.lora import LoraConfig
+from nlgrpo.model.tokenizer import count_tokens
+from nlgrpo.runtime import host_memory
+from nlgrpo.runtime.console import first_tokens, named_lines, size
+from nlgrpo.training import critic
+from nlgrpo.training.offline import OfflineSamples
+from nlgrpo.training.run import Run
+
+
+def workload(run: Run) -> Workload:
+    """The workload of a run that this process is about to start."""
+    cfg, cpu = run.config, run.ranks.device.type == "cpu"
+    own_critic = cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+    return Workload(
+        config=cfg,
+        shape=run.shape,
+        adapter=run.adapter,
+        compute=run.compute,
+        device=run.ranks.device.type,
+        world=run.ranks.world,
+        prompt=run.prompts.longest,
+        critic=critic.own_shape(cfg, run.shape) if own_critic else None,
+        reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
+        process=host_memory.of_process() if cpu else CONTEXT,
+        gpu_memory=0.0 if cpu or not torch.cuda.is_available() else _gpu_memory(run.ranks.device),
+    )
+
+
+def _gpu_memory(device: torch.device) -> float:
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
+def show(run: Run) -> Table:
+    """Return the plan as a table; ``--dry-run`` prints it and stops."""
+    cfg, ranks = run.config, run.ranks
+    steps = f"{cfg.train.steps} steps"
+    if known := len(run.prompts.all()):
+        steps += f", {cfg.train.steps * cfg.rollout.prompts / known:.1f} epochs"
+    work = workload(run)
+    plan = memory.estimate(work)
+    rows = {
+        "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
+        f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
+        **adapter_row(run.adapter, run.shape),
+        **_vocabulary_row(run),
+        "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
+        **engine_row(work),
+        **({"environment": run.sampler.environment.description} if run.sampler.environment else {}),
+        "data": "\n".join([f"{run.prompts!r}", *unread_files(cfg)]),
+        **first_tokens("first prompt", run.prompts.first, run.tokenizer),
+        **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
+        "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
+        "step": _step(cfg, ranks.world),
+        **_critic_rows(cfg),
+        "training": f"{steps}; {cfg.optim.description}",
+        "evaluation": f"{_evaluation(run)}, before and after training",
+        "memory per rank": memory_lines(plan),
+        "folder": str(run.folder),
+    }
+    if lines := notes(cfg, run.objectives, run.compute):
+        rows["note"] = "\n".join(lines)
+    return named_lines("plan", rows)
+
+
+def _evaluation(run: Run) -> str:
+    prompts = min(run.config.evaluation.prompts, len(run.held_out))
+    text = size_of(prompts, run.config.evaluation.samples, run.held_out.left_out if prompts else {})
+    return text + " (it is also trained on: the data have no other)" * (prompts > 0 and run.held_out is run.prompts)
+
+
+def check_memory(run: Run) -> None:
+    """Raise UserError if the plan needs more memory than this rank has, unless train.check_memory is false."""
+    device, work = run.ranks.device, workload(run)
+    machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = math.inf if machine is None else machine[0] / ranks
+    if device.type == "cuda":
+        advice.check_host(work, host)
+        advice.check(work, _gpu_memory(device), "the GPU")
+    else:
+        advice.check(work, host, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine")
+
+
+def memory_lines(plan: Memory) -> str:
+    """The peak, what all phases need, and what each phase adds."""
+    lines = [
+        f"at most about {size(plan.peak)}, in the phase: {plan.largest}",
+        f"in all phases: {_parts(plan.persistent)}",
+    ]
+    if plan.host:
+        lines.append(f"in the memory of the host: {size(sum(plan.host.values()))}: {_parts(plan.host)}")
+    for name, uses in plan.phases.items():
+        lines.append(f"{name} {size(plan.total(name))}{': ' * bool(uses)}{_parts(uses)}")
+    return "\n".join(lines)
+
+
+def _parts(uses: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size(number)}" for name, number in uses.items())
+
+
+def _vocabulary_row(run: Run) -> dict[str, str]:
+    """Row for a head with rows that have no token; none without."""
+    left_out = run.shape.vocab - count_tokens(run.tokenizer)
+    if left_out <= 0:
+        return {}
+    said = f"{run.shape.vocab:,} rows; the last {left_out:,} have no token in the tokenizer and are left out of samples"
+    return {"vocabulary": f"{said} and log-probs"}
+
+
+def adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
+    """Row for the adapters; none without."""
+    if adapter is None:
+        return {}
+    trained, names = lora.count(adapter, shape), [*lora.targets(adapter, shape), *adapter.modules_to_save]
+    start = f", continuing {adapter.path}" if adapter.path else ""
+    share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model{start}"
+    return {"adapters": f"LoRA of rank {adapter.rank} on {', '.join(names)}, scaled by {adapter.scaling:g}: {share}"}
+
+
+def engine_row(work: Workload) -> dict[str, str]:
+    """Row for vLLM; none for nlgrpo's engine."""
+    vllm, ahead = work.config.vllm, work.config.rollout.ahead
+    if work.engine == "servers":
+        number = len(vllm.servers)
+        early = f", up to {ahead} step{'s' * (ahead > 1)} ahead" * (ahead > 0)
+        return {"engine": f"vLLM on {number} server{'s' * (number > 1)}{early}; evaluations too"}
+    if work.engine == "nlgrpo":
+        return {}
+    engines = f", {vllm.tensor_parallel} ranks per engine" * (vllm.tensor_parallel > 1)
+    share = f", with {vllm.gpu_memory:.0%} of the GPU" * (work.device != "cpu")
+    asleep = " while it samples" * (work.device != "cpu" and vllm.sleep)
+    return {"engine": f"vLLM in the processes of the trainer{engines}{share}{asleep}"}
+
+
+def _online_rows(run: Run) -> dict[str, str]:
+    loss, rewards = run.config.loss, run.config.rewards
+    terms = [
+        f"{r.weight:g} {run.objectives[n]}({f'{r.transform} of {n}' if r.transform else n})" for n, r in rewards.items()
+    ]
+    objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
+    objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
+    estimator = loss.kl if loss.kl_in == "loss" else "k1"
+    kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
+    kl += f" (KL: logged every {loss.log_kl_every} steps)" * (loss.beta == 0 and loss.log_kl_every > 0)
+    if loss.jeffreys:
+        best = f"log pi(best of {run.config.offline.n} reference samples)"
+        return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}
+    return {"objective": f"maximise {objective}{kl}"}
+
+
+def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
+    """Rows for the loss and the data of an offline algorithm."""
+    K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
+    alpha = samples.config.alpha or 0.0
+    terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
+    formula = {
+        "bon_sft": "-log pi(chosen)",
+        "dpo": f"-log sigmoid({beta} h)",
+        "ipo": f"(h - 1 / (2 x {beta}))^2",
+        "bonbon": f"-{alpha:g} log pi(chosen) + {1 - alpha:g} (h - {bonbon_margin(n):g})^2" if n > 1 else "",
+    }[cfg.loss.algorithm]
+    margin = ", h = log pi/pi_ref(chosen) - log pi/pi_ref(rejected)" * samples.paired
+    other = {"worst": "the worst", "random": "another"}.get(cfg.offline.rejected, "each worse one")
+    rejected = f"; rejected: {other} of these" * samples.paired
+    dropped = [f"{samples.unknown:,} without rollouts"] * (samples.unknown > 0)
+    dropped += [f"{samples.repeated:,} repeated"] * (samples.repeated > 0)
+    dropped += [f"{samples.tied:,} whose samples all have the same reward"] * (samples.tied > 0)
+    dropped += [f"{samples.unscored:,} with fewer than {n} samples with a reward"] * (samples.unscored > 0)
+    dropped_text = f"; prompts dropped: {', '.join(dropped)}" if dropped else ""
+    absent = int(samples.rewards.isnan().sum())
+    dropped_text += f"; {absent:,} of {samples.rewards.numel():,} samples without a reward left out" * (absent > 0)
+    return {
+        "objective": f"minimise {formula}{margin}; chosen: the best of {n} samples by {' + '.join(terms)}{rejected}",
+        "rollouts": f"{K} samples per prompt in {samples.rollouts.folder}{dropped_text}",
+    }
+
+
+def _step(cfg: Config, world: int) -> str:
+    P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
+    if cfg.loss.offline:
+        unit = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
+        per_set = n * (n - 1) // 2 if cfg.loss.paired and cfg.offline.rejected == "all" else 1
+        return f"{P} prompts x {M} samples in {M // n} sets of {n} = {P * (M // n) * per_set} {unit}"
+    updates = cfg.loss.epochs * cfg.loss.minibatches
+    what = "conversations with answers" if cfg.environment.id else "completions"
+    return (
+        f"{P} prompts x {M} samples = {P * M} {what} of up to {cfg.rollout.max_new_tokens} tokens, "
+        f"{P * M // world} per rank; {updates} optimiser step{'s' * (updates > 1)}, {cfg.loss.surrogate} loss per "
+        f"{cfg.loss.level}, {cfg.loss.normalization} normalization"
+    )
+
+
+def _has_own_critic(cfg: Config) -> bool:
+    return cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+
+
+def _critic_rows(cfg: Config) -> dict[str, str]:
+    """Row for the critic of PPO; none for other algorithms."""
+    critic = cfg.critic
+    if cfg.loss.algorithm != "ppo":
+        return {}
+    shared = critic.trunk == "shared"
+    model = "a head on the policy" if shared else f"a separate model ({critic.path or cfg.model.path})"
+    warmup = f", trained alone for the first {critic.warmup_steps} steps" * (critic.warmup_steps > 0)
+    gae = f"GAE gamma {critic.gamma:g}, lambda {critic.lam:g}"
+    return {"critic": f"{model}, learning rate {critic.lr:g}{warmup}; {gae}"}

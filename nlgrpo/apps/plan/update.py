@@ -1,0 +1,182 @@
+"""Memory of the update phase: the largest of moments that never coincide.
+
+A micro-batch begins with no activations and all its gathered parameters, and ends with gradients and no activations.
+The sum of what exists is largest in the first block's forward pass, in the loss, in the backward pass of a block, or
+where FSDP2 reduces the gradient of the embedding and the head. ``bench/bench_plan_sharded.py`` compares these moments
+with PyTorch's memory tracker.
+"""
+
+from __future__ import annotations
+
+from nlgrpo.apps.plan.workload import Uses, Workload
+from nlgrpo.kernels import extension
+from nlgrpo.kernels.epilogue_torch import CHUNK
+from nlgrpo.kernels.head import BLOCK_BYTES
+from nlgrpo.model.architectures import Shape
+
+
+def largest_moment(work: Workload) -> Uses:
+    """What the update adds to the memory of all phases, where that is most."""
+    layers = _layers(work)
+    done = {0, min(1, layers - 1), max(0, layers - 2), layers - 1}  # the sum is linear in between
+    moments = [_first_block(work), _loss(work), _last_reduction(work), *(_backward(work, n) for n in sorted(done))]
+    return max(moments, key=lambda uses: sum(uses.values()))
+
+
+def state(work: Workload, *, gradients: bool) -> Uses:
+    """Gradients and optimizer state of all trained models, in the memory that computes: none if they are offloaded."""
+    return {} if work.offloaded else whole_state(work, gradients=gradients)
+
+
+def whole_state(work: Workload, *, gradients: bool) -> Uses:
+    """Gradients and optimizer state of all trained models."""
+    trained = sum(map(work.trained, work.models))
+    moments = 2 * trained
+    if work.config.optim.algorithm == "muon":
+        moments -= sum(shape.matrices for shape in work.models)  # Muon has one moment, Adam two
+    size = work.stored.itemsize / work.shards
+    return {"gradients": trained * size if gradients else 0.0, "optimizer": moments * size}
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def outer_parameters(shape: Shape) -> int:
+    """Number of parameters that are not in a block: embedding and head."""
+    return shape.vocab * shape.width * (1 if shape.tied else 2)
+
+
+def block_parameters(shape: Shape) -> float:
+    """Number of parameters of a block."""
+    return (shape.parameters - outer_parameters(shape)) / shape.layers
+
+
+def gathered(work: Workload, shapes: list[Shape], blocks: int) -> float:
+    """Bytes of gathered parameters: what is not in blocks, and ``blocks`` blocks of the largest model."""
+    if not work.sharded:
+        return 0.0
+    blocks = min(blocks, 1) if work.shards == 1 else blocks  # one rank needs no buffer to gather into
+    count = sum(map(outer_parameters, shapes)) + blocks * max(map(block_parameters, shapes))
+    return count * work.compute.itemsize
+
+
+def _gathered(work: Workload, blocks: int) -> float:
+    """The same in an update, which keeps gathered blocks without ``parallel.reshard_after_forward``."""
+    if work.sharded and not work.config.parallel.reshard_after_forward:
+        ahead = max(map(block_parameters, work.models)) if blocks else 0
+        return (sum(shape.parameters for shape in work.models) + ahead) * work.compute.itemsize
+    return gathered(work, work.models, blocks)
+
+
+def _trained_block(work: Workload) -> float:
+    """Number of trained parameters of the block with most of them."""
+    if work.adapter is None:
+        return max(map(block_parameters, work.models))
+    return max(work.trained(shape) / shape.layers for shape in work.models)
+
+
+def _trained_head(work: Workload) -> int:
+    """Number of parameters of the language-model head, if it is trained."""
+    trained = work.adapter is None or bool(work.adapter.modules_to_save)
+    return work.shape.vocab * work.shape.width if trained else 0
+
+
+def _layers(work: Workload) -> int:
+    """The losses of the policy and of a separate critic are one sum, so both keep their activations."""
+    return sum(shape.layers for shape in work.models)
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+def _kept(work: Workload) -> tuple[float, float]:
+    """Bytes per token that a block keeps for its backward pass, and that its backward pass needs beyond them."""
+    if work.config.model.activation_checkpointing:  # a block keeps its input, and runs again in the backward pass
+        return float(work.shape.width * work.compute.itemsize), work.block.saved + work.block.backward
+    return work.block.saved, work.block.backward
+
+
+def _around(work: Workload) -> int:
+    """Bytes per token of the embedding, the last norm, the hidden states of the targets and their gradient."""
+    return 4 * work.shape.width * work.compute.itemsize
+
+
+def _first_block(work: Workload) -> Uses:
+    """The first block is gathered while the buffer from which embedding and head were gathered still exists."""
+    buffer = gathered(work, work.models, 0) if work.shards > 1 else 0.0
+    return {
+        **state(work, gradients=work.micro_batches > 1),
+        "unsharded parameters": _gathered(work, 2) + buffer,
+        "activations": float(work.micro_batch * work.shape.width * work.compute.itemsize),
+    }
+
+
+def _loss(work: Workload) -> Uses:
+    """The head computes the loss and its gradient: all activations exist, and gradients of earlier micro-batches."""
+    kept, _ = _kept(work)
+    return {
+        **state(work, gradients=work.micro_batches > 1),
+        "unsharded parameters": _gathered(work, 1),  # the buffer of the last block still exists
+        "activations": work.micro_batch * (_layers(work) * kept + _around(work)),
+        "logits": _in_the_head(work),
+    }
+
+
+def _in_the_head(work: Workload) -> float:
+    """A block of logits, and the gradient of the head: that of several blocks is summed in float32."""
+    size, head, vocab = work.compute.itemsize, _trained_head(work), work.shape.vocab
+    rows = logits_rows(work)
+    wide = max(4, size) if rows < work.targets else size
+    block = logits(work)
+    if work.device == "cpu" and wide > size and head:
+        block += rows * vocab * wide  # the gradient of the logits, cast for the product
+    return max(head * wide + block, head * (wide + size))  # in a block; at the end, with the sum cast to the result
+
+
+def _backward(work: Workload, done: int) -> Uses:
+    """The backward pass of a block after that of ``done`` others."""
+    size, stored, tokens = work.compute.itemsize, work.stored.itemsize, work.micro_batch
+    layers, (kept, running) = _layers(work), _kept(work)
+    block, head = _trained_block(work), _trained_head(work)
+    lasting = state(work, gradients=True)
+    if work.micro_batches == 1 and not work.offloaded:  # only the blocks that are done have gradients
+        first = 0 if work.sharded else head * stored
+        lasting["gradients"] = min(lasting["gradients"], first + done * block * stored / work.shards)
+    reduced = block * max(4, size) if done else 0.0  # the block before, which is reduced meanwhile
+    # At the beginning it has its activations, at the end its gradients.
+    own = max(tokens * (kept + running), block * (size if work.sharded else stored))
+    return {
+        **lasting,
+        "unsharded parameters": _gathered(work, 2 if done < layers - 1 else 1),
+        "unsharded gradients": head * size + reduced if work.sharded else 0.0,
+        "activations": tokens * ((layers - done - 1) * kept + _around(work)) + own,
+    }
+
+
+def _last_reduction(work: Workload) -> Uses:
+    """The gradient of embedding and head, and the buffer in which it is summed over ranks."""
+    size = work.compute.itemsize
+    outer = outer_parameters(work.shape) if work.adapter is None else _trained_head(work)
+    return {
+        **state(work, gradients=True),
+        "unsharded gradients": outer * (size + max(4, size)) if work.sharded else 0.0,
+    }
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def in_place(work: Workload) -> bool:
+    """Whether the compiled ops of a CPU or Triton's kernels compute the head, in the memory of the logits."""
+    return work.device != "cpu" or (work.compute.itemsize == 4 and extension.available())
+
+
+def logits_rows(work: Workload) -> int:
+    """Targets whose logits the head computes at a time."""
+    return min(work.targets, max(64, BLOCK_BYTES[work.device] // (work.shape.vocab * work.compute.itemsize)))
+
+
+def logits(work: Workload) -> float:
+    """A block of logits, and in plain PyTorch the temporary tensors of one chunk of it."""
+    size, numbers = work.compute.itemsize, logits_rows(work) * work.shape.vocab
+    return numbers * size + (0 if in_place(work) else min(numbers, CHUNK) * 3 * max(4, size))

@@ -1,0 +1,159 @@
+"""Memory of vLLM in the processes of the trainer, and of handing over the weights to it or to servers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+
+import torch
+
+from nlgrpo.apps.plan.workload import Uses, Workload
+from nlgrpo.engine.backends.vllm_library import ENVIRONMENT_ON_CPU
+from nlgrpo.engine.decoding_memory import ROWS
+from nlgrpo.errors import UserError
+from nlgrpo.model.architectures import Shape
+from nlgrpo.model.decoder import Decoder
+from nlgrpo.runtime.console import size
+
+GIB = 2**30
+LIBRARIES = 270 * 2**20  # of vLLM 0.32 for a CPU: what importing it and starting an engine add
+CHUNK, CHUNKS = GIB, 3  # of its own transfers: bytes, and how many exist: one sent, one joined from its tensors
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the KV cache on a CPU, of each rank
+
+
+def share(work: Workload) -> float:
+    """Bytes of a GPU that vLLM takes while it samples, with its weights and KV cache."""
+    return work.config.vllm.gpu_memory * work.gpu_memory
+
+
+def lasting(work: Workload) -> Uses:
+    """What vLLM holds in all phases: all of its memory on a CPU, where it cannot sleep, or without vllm.sleep."""
+    if work.engine != "vllm":
+        return {}
+    if work.device != "cpu":
+        return {} if work.config.vllm.sleep else {"vLLM": share(work)}
+    packed = 2 * work.shape.vocab * work.shape.width  # copies of embedding and head, as its matrix products read them
+    return {
+        "vLLM libraries": float(LIBRARIES),
+        "vLLM weights": weights(work) + _part(work, packed),
+        "vLLM KV cache": _cache_on_cpu(),
+    }
+
+
+def sampling(work: Workload) -> Uses:
+    """What is added while vLLM samples, or takes new weights."""
+    asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
+    return {
+        "vLLM": share(work) if asleep else 0.0,
+        "gathered parameter": _handed_over(work),
+        "transfer": _in_flight(work),
+    }
+
+
+def on_host(work: Workload) -> Uses:
+    """What a vLLM that sleeps on a GPU keeps in the memory of the host: the weights, if it gets adapters only."""
+    asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
+    return {"vLLM weights": weights(work)} if asleep and takes_adapters(work) else {}
+
+
+def takes_adapters(work: Workload) -> bool:
+    """Whether vLLM gets adapters as such, and not merged weights; some architectures have none in vLLM."""
+    return work.config.vllm.adapters and work.adapter is not None and not work.adapter.modules_to_save
+
+
+def weights(work: Workload) -> float:
+    """Bytes of the weights that an engine has on each of its ranks."""
+    return _part(work, work.shape.parameters)
+
+
+def cache_per_token(work: Workload) -> float:
+    """Bytes that a token needs in the KV cache of each rank of an engine."""
+    shape = work.shape
+    return _part(work, 2 * shape.kv_heads * shape.head_dim * shape.layers)
+
+
+def rows(work: Workload) -> int:
+    """Completions of full length that an engine decodes together: as many as its KV cache holds, or max_rows."""
+    rollout = work.config.rollout
+    most = ROWS if rollout.max_rows is None else rollout.max_rows
+    if not work.gpu_memory:
+        return most
+    tokens = max(0.0, share(work) - weights(work)) / cache_per_token(work)
+    each = work.prompt / rollout.samples + work.columns  # a prompt is stored once for all its completions
+    return max(1, min(most, int(tokens / each)))
+
+
+def fault(work: Workload) -> str:
+    """Return why vLLM cannot start with its share of the GPU; "" if it can, or if the GPU is unknown."""
+    if work.engine != "vllm" or not work.gpu_memory:
+        return ""
+    needed = weights(work) + (work.prompt + work.columns) * cache_per_token(work)
+    if needed <= share(work):
+        return ""
+    return (
+        f"vllm.gpu_memory = {work.config.vllm.gpu_memory:g} is {size(share(work))} of the GPU, but vLLM needs at least "
+        f"{size(needed)} for its weights and the KV cache of one completion; raise it, or vllm.tensor_parallel"
+    )
+
+
+def _part(work: Workload, numbers: float) -> float:
+    return numbers * work.compute.itemsize / work.config.vllm.tensor_parallel
+
+
+def _cache_on_cpu() -> float:
+    """Bytes of vLLM's KV cache on a CPU. Raises UserError for a value that vLLM does not take."""
+    text = os.environ.get(CACHE_SPACE) or ENVIRONMENT_ON_CPU[CACHE_SPACE]
+    try:
+        return float(int(text) * GIB)
+    except ValueError:
+        raise UserError(f"{CACHE_SPACE}={text!r}: expected a whole number of GiB") from None
+
+
+def _handed_over(work: Workload) -> float:
+    """Bytes of the largest parameter on its way to vLLM; one is gathered at a time."""
+    outer, block = _largest(work.shape)
+    size, adapter = work.compute.itemsize, work.adapter
+    each = _bytes_on_the_way(work)
+    if adapter is None or (_by_directory(work) and work.device != "cpu"):
+        return max(outer, block) * each
+    merged = size + 3 * 4  # a copy, and two products and their sum in float32
+    retrained = size + 2 * work.stored.itemsize if adapter.modules_to_save else 0
+    return max(outer * (each + retrained), block * (each + merged))
+
+
+def _by_directory(work: Workload) -> bool:
+    return work.engine == "servers" and work.config.vllm.transfer == "directory"
+
+
+def _in_flight(work: Workload) -> float:
+    """Bytes of the chunks that vLLM's own transfer keeps on rank 0."""
+    outer, block = _largest(work.shape)
+    everything = work.shape.parameters * work.compute.itemsize
+    if work.engine != "servers" or work.config.vllm.transfer == "directory":
+        return 0.0
+    return CHUNKS * min(everything, CHUNK + max(outer, block) * work.compute.itemsize)
+
+
+def _bytes_on_the_way(work: Workload) -> float:
+    """Bytes per value of a parameter that is handed over, beside those that the run and vLLM hold.
+
+    By a directory, rank 0 gathers it in the memory of the host, for which each rank casts its shard. Otherwise every
+    rank gathers it in its own memory and casts it. vLLM in this process builds its layer anew, and on a CPU packs it.
+    """
+    size = work.compute.itemsize
+    if _by_directory(work):
+        return size if work.device == "cpu" else size / work.shards
+    kept = size if work.adapter is not None else work.stored.itemsize
+    built = 0 if work.engine == "servers" else size * (2 if work.device == "cpu" else 1)
+    return (kept if work.sharded else 0) + (size if kept != size else 0) + built
+
+
+@functools.lru_cache(maxsize=64)
+def _largest(shape: Shape) -> tuple[int, int]:
+    """Number of values of the largest parameter outside of the blocks, and of the largest in a block."""
+    one = replace(shape, layers=1, windows=shape.windows[:1], scales=shape.scales[:1])
+    with torch.device("meta"):
+        sizes = {name: parameter.numel() for name, parameter in Decoder(one).named_parameters()}
+    inside = [number for name, number in sizes.items() if name.startswith("blocks.")]
+    return max(number for name, number in sizes.items() if not name.startswith("blocks.")), max(inside)

@@ -1,0 +1,299 @@
+"""Figures of evaluation results, with intervals: rewards over N, win rates over KL, and one reward over another.
+
+All figures are drawn from the entries of the report's table, so that figures and table agree.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from nlgrpo.apps.evaluate.results import Entry
+from nlgrpo.apps.report.figures import GREY, NAMED, Style, figure_of, legend, shortened
+from nlgrpo.engine.rollouts.evaluation_samples import left_out
+from nlgrpo.training.evaluation_summary import Estimate
+
+KLS = ("kl/k1", "kl/k3", "kl/training")  # estimates of the KL, the best first
+KIND = re.compile(r"(bon|wor|maj@):?(\d+)(?::unbiased)?")
+KINDS = {"bon": "best-of-N", "wor": "worst-of-N", "maj@": "majority of N"}
+PANELS = 12
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a model on a line that joins models: the line's name, the model's order on it, and the point's text."""
+
+    line: str
+    along: float = math.nan
+    text: str = ""
+
+
+def kind_and_n(procedure: str) -> tuple[str, int]:
+    """``"bon:4"`` -> ("bon", 4); also for "wor" and "maj@". "mean" is ("bon", 1), other procedures are ("", 0)."""
+    if procedure == "mean":
+        return "bon", 1
+    found = KIND.fullmatch(procedure)
+    return (found[1], int(found[2])) if found else ("", 0)
+
+
+class Table:
+    """Entries by model, quantity and procedure."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.rows: dict[tuple[str, str], dict[tuple[str, int], Entry]] = {}
+        for entry in entries:
+            if not math.isnan(entry.estimate.value):
+                self.rows.setdefault((entry.model, entry.quantity), {})[kind_and_n(entry.procedure)] = entry
+        self.models = list(dict.fromkeys(model for model, _ in self.rows))
+
+    def quantities(self) -> list[str]:
+        """Quantities with best-of-N values for several N; "B by choice of A" comes directly after A."""
+        found = [q for (_, q), row in self.rows.items() if sum(kind == "bon" for kind, _ in row) > 1]
+        by_choice = {name: name.rpartition(" by choice of ")[2] for name in found}
+        first = {name: i for i, name in reversed(list(enumerate(found)))}
+        return sorted(first, key=lambda name: (first.get(by_choice[name], first[name]), first[name]))
+
+    def points(self, model: str, quantity: str, kind: str) -> list[tuple[int, Estimate]]:
+        """Pairs (N, value) of a procedure; the mean is its value at N = 1. Empty for fewer than two N."""
+        row = self.rows.get((model, quantity), {})
+        found = [(n, entry.estimate) for (its, n), entry in row.items() if its == kind or (n == 1 and its == "bon")]
+        return sorted(dict(found).items()) if len(dict(found)) > 1 else []
+
+    def of_kind(self, quantity: str, kind: str) -> dict[str, list[tuple[int, Estimate]]]:
+        found = {model: self.points(model, quantity, kind) for model in self.models}
+        return {model: points for model, points in found.items() if points}
+
+    def at(self, model: str, quantity: str, n: int) -> Entry | None:
+        """Best-of-n entry, or for diversity, which has no best-of-n, its only entry."""
+        row = self.rows.get((model, quantity), {})
+        return row.get(("bon", n)) or (row.get(("bon", 1)) if len(row) == 1 else None)
+
+    def distance(self, model: str) -> Estimate | None:
+        for name in KLS:
+            for entry in self.rows.get((model, name), {}).values():
+                return entry.estimate
+        return None
+
+    def chosen_from(self) -> list[int]:
+        """[1, N], with the N nearest to 4 that all models have; [1] if they have none in common."""
+        ns = [{n for kind, n in row if kind == "bon"} for row in self.rows.values()]
+        ns = [several for several in ns if len(several) > 1]
+        common = set.intersection(*ns) - {1} if ns else set()
+        return [1, *([min(common, key=lambda n: abs(n - 4))] if common else [])]
+
+
+# --- rewards over N ---------------------------------------------------------------------------------------------------
+
+
+def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
+    """Draw each reward over N, with intervals: best-of-N and, if evaluated, worst-of-N and majority."""
+    wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.of_kind(name, kind)][:PANELS]
+    figure, panels = _grid(len(wanted), narrow)
+    for axes, (name, kind) in zip(panels, wanted, strict=True):
+        found = table.of_kind(name, kind)
+        for model, points in found.items():
+            _against_n(axes, points, looks[model], model)
+        ns = sorted({n for points in found.values() for n, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ns, [str(n) for n in ns])
+        axes.minorticks_off()
+        shown = [estimate.coverage for points in found.values() for _, estimate in points]
+        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{left_out(shown)}")
+        axes.set_xlabel("N (number of samples)")
+        axes.set_ylabel("value")
+    legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
+    return figure
+
+
+def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], look: Style, label: str) -> None:
+    ns = [n for n, _ in points]
+    value, low, high = np.array([[e.value, e.low, e.high] for _, e in points]).T
+    axes.fill_between(ns, low, high, color=look.colour, alpha=0.13, linewidth=0)
+    axes.plot(ns, value, **look.line, marker=look.marker, markersize=5, label=label)
+
+
+def _grid(count: int, narrow: bool, columns: int = 2, height: float = 3.3) -> tuple[Figure, list[Axes]]:
+    columns = 1 if narrow else min(columns, max(count, 1))
+    lines = math.ceil(count / columns)
+    size = (4.2, (height - 0.2) * lines + 0.5) if narrow else (9.6 if columns > 1 else 7.2, height * lines + 0.4)
+    figure = figure_of(size)
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+# --- win rates over KL ------------------------------------------------------------------------------------------------
+
+
+def has_win_rates(table: Table) -> bool:
+    """Whether some model has both a win rate and a KL."""
+    return bool(_won(table))
+
+
+def _won(table: Table) -> list[tuple[str, int]]:
+    """Pairs (reward, N) for which some model has a win rate and a KL: at most three rewards, N = 1 and one more."""
+    known = [model for model in table.models if table.distance(model) is not None]
+    names = [q for q in table.quantities() if any(_win_rate(table, m, q, 1) for m in known)][:3]
+    pairs = [(name, n) for n in table.chosen_from() for name in names]
+    return [(name, n) for name, n in pairs if any(_win_rate(table, m, name, n) for m in known)]
+
+
+def _win_rate(table: Table, model: str, quantity: str, n: int) -> Estimate | None:
+    entry = table.at(model, quantity, n)
+    return None if entry is None else entry.win_rate
+
+
+def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Place], *, narrow: bool = False) -> Figure:
+    """Draw win rates against the reference over the KL to it, with intervals; lines join models of one family.
+
+    The dashed line in panels of single completions is best-of-N of the reference: a win rate of N / (N + 1) at a KL of
+    log N - (N - 1) / N, for rewards without ties.
+    """
+    wanted = _won(table)
+    figure, panels = _grid(len(wanted), narrow, columns=max(2, len({name for name, _ in wanted})))
+    for axes, (name, n) in zip(panels, wanted, strict=True):
+        found: dict[str, tuple[Estimate, Estimate]] = {}
+        for model in table.models:
+            won, distance = _win_rate(table, model, name, n), table.distance(model)
+            if won is not None and distance is not None:
+                found[model] = distance, won
+        if n == 1:
+            _reference_curve(axes, max(distance.value for distance, _ in found.values()))
+        _scatter(axes, found, looks, places, percent=True)
+        axes.axhline(50, color=GREY, linewidth=0.8)
+        title = f"{name}: {'single completions' if n == 1 else f'best-of-{n}'}"
+        axes.set_title(title + left_out(won.coverage for _, won in found.values()))
+        axes.set_xlabel("KL to the reference (nats)")
+        axes.set_ylabel("win rate (%)")
+    legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
+    return figure
+
+
+def _reference_curve(axes: Axes, furthest: float) -> None:
+    n = np.geomspace(1, 64, 50)
+    distance = np.log(n) - (n - 1) / n
+    shown = distance <= max(furthest * 1.1, 0.5)
+    label = "best-of-N of the reference"
+    axes.plot(distance[shown], (100 * n / (n + 1))[shown], color=GREY, linestyle="--", linewidth=1.2, label=label)
+
+
+def _scatter(
+    axes: Axes,
+    found: Mapping[str, tuple[Estimate, Estimate]],
+    looks: Mapping[str, Style],
+    places: Mapping[str, Place],
+    *,
+    percent: bool = False,
+    hollow: Iterable[str] = (),
+) -> None:
+    """Draw points with text and intervals in both directions; lines join the models of a family in order."""
+    scale, hollow = (100 if percent else 1), set(hollow)
+    families: dict[str, list[tuple[float, float, float]]] = {}
+    for model, (x, y) in found.items():
+        look, place = looks[model], places.get(model, Place(""))
+        (point, *_) = axes.errorbar(
+            x.value,
+            scale * y.value,
+            xerr=_reach(x),
+            yerr=_reach(y, scale),
+            color=look.colour,
+            marker=look.marker,
+            linestyle="none",
+            capsize=2,
+            elinewidth=1,
+            zorder=3,
+        )
+        axes.plot(
+            [], [], color=look.colour, marker=look.marker, linestyle="none", label=model
+        )  # filled, for the legend
+        if model in hollow:
+            point.set_markerfacecolor("none")
+        if place.text and len(found) <= 3 * NAMED:
+            axes.annotate(
+                place.text,
+                (x.value, scale * y.value),
+                textcoords="offset points",
+                xytext=(6, 5),
+                fontsize=7.5,
+                color=look.colour,
+            )
+        if not math.isnan(place.along):
+            families.setdefault(place.line, []).append((place.along, x.value, scale * y.value))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
+    for i, (line, members) in enumerate(families.items()):
+        if len(members) > 1:
+            _, xs, ys = zip(*sorted(members), strict=True)
+            axes.plot(xs, ys, color=GREY, linestyle=("-", "--", ":", "-.")[i % 4], linewidth=1.2, label=line, zorder=1)
+
+
+def _reach(estimate: Estimate, scale: float = 1) -> list[list[float]] | None:
+    """Lengths of an error bar; None if there is no interval."""
+    if math.isnan(estimate.low):
+        return None
+    low, high = estimate.value - estimate.low, estimate.high - estimate.value
+    return [[scale * max(0.0, low)], [scale * max(0.0, high)]]
+
+
+# --- one reward over another ------------------------------------------------------------------------------------------
+
+
+def fronts_of(table: Table, without: Iterable[str]) -> list[tuple[str, str]]:
+    """At most three pairs of rewards that at least three models, including the reference, have in common."""
+    names = [q for q in dict.fromkeys(q for _, q in table.rows) if q not in set(without) and _is_reward(table, q)]
+    both = {
+        (a, b): [m for m in table.models if table.at(m, a, 1) and table.at(m, b, 1)] for a, b in combinations(names, 2)
+    }
+    return [pair for pair, models in both.items() if len(models) > 2][:3]
+
+
+def _is_reward(table: Table, quantity: str) -> bool:
+    procedures = {key for (_, q), row in table.rows.items() if q == quantity for key in row}
+    return ("bon", 1) in procedures and " by choice of " not in quantity
+
+
+def fronts(
+    table: Table,
+    pairs: Sequence[tuple[str, str]],
+    looks: Mapping[str, Style],
+    places: Mapping[str, Place],
+    *,
+    narrow: bool = False,
+) -> Figure:
+    """Draw two rewards over each other: of single completions, and best-of-N of each reward.
+
+    A point is hollow if another point is higher in both rewards.
+    """
+    ns = table.chosen_from()
+    figure, panels = _grid(len(pairs) * len(ns), narrow, height=4.0)
+    for axes, (a, b, n) in zip(panels, [(a, b, n) for a, b in pairs for n in ns], strict=True):
+        found = {}
+        for model in table.models:
+            x, y = table.at(model, a, n), table.at(model, b, n)
+            if x is not None and y is not None:
+                found[model] = x.estimate, y.estimate
+        _scatter(axes, found, looks, places, hollow=beaten(found))
+        title = "single completions" if n == 1 else f"best-of-{n}"
+        axes.set_title(title + left_out(estimate.coverage for pair in found.values() for estimate in pair))
+        axes.set_xlabel(shortened(a, 40))
+        axes.set_ylabel(shortened(b, 40))
+    legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
+    return figure
+
+
+def beaten(found: Mapping[str, tuple[Estimate, Estimate]]) -> list[str]:
+    """Return the models for which another model is higher in both rewards."""
+    return [
+        model
+        for model, (x, y) in found.items()
+        if any(a.value > x.value and b.value > y.value for a, b in found.values())
+    ]

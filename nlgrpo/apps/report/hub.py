@@ -1,0 +1,155 @@
+"""A finished run on the Hugging Face Hub: its model, its report, and a model card made from its files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
+
+from nlgrpo import __version__
+from nlgrpo.apps.report import report, run_loader
+from nlgrpo.config import comparing, toml_file
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
+from nlgrpo.errors import UserError, as_user_error
+from nlgrpo.training.evaluation_summary import changes, format_change, format_interval
+from nlgrpo.training.tracking import run_files
+
+MODELS = ("model", "adapter")
+ATTACHED = (run_files.FILE, report.FILE)  # of the run, in the folder `nlgrpo` of the repository
+TOML = "run.toml"  # its configuration, in the same folder
+
+
+def exported(run: Path) -> Path:
+    """Return the folder of the trained model, or of its adapter. Raises UserError for a run that has not finished."""
+    for name in MODELS:
+        if (run / name / "config.json").is_file() or (run / name / "adapter_config.json").is_file():
+            return run / name
+    raise UserError(f"{run} has no trained model: the run has not finished, or the folder is not that of a run")
+
+
+def model_card(run: Path, repository: str) -> str:
+    """Return the model card of a finished run, with its metadata.
+
+    It has the data, the objectives, the results before and after training with intervals, the command and the versions.
+    Raises UserError as `exported`.
+    """
+    adapter = exported(run).name == "adapter"
+    notes: list[str] = []
+    config = run_loader.read_config(run, notes)
+    base = config.get("model", {}).get("path") or ""
+    source = config.get("data", {}).get("source") or ""
+    data = ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base if _on_hub(base) else None,
+        datasets=[source] if _on_hub(source) else None,
+        tags=["nlgrpo", "grpo", "reinforcement-learning", *(["lora"] if adapter else [])],
+    )
+    parts = [
+        f"# {repository.rpartition('/')[2]}",
+        f"Trained with nlgrpo from `{_shown(base) or 'its embedded model'}` on `{_shown(source)}`, for the objectives "
+        "below.",
+        "## Objectives",
+        _objectives(config),
+        "## Results",
+        _results(run, config),
+        "## Training",
+        _training(run, config),
+    ]
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"))
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name is that of a repository and not a local path."""
+    return name.count("/") == 1 and not Path(name).exists() and not name.startswith((".", "/", "~"))
+
+
+def _shown(name: str) -> str:
+    """Return a name for the card: that of a repository or of a data set, or the last part of a local path."""
+    return name if _on_hub(name) else Path(name).name
+
+
+def _objectives(config: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {name} | `{reward.get('function', '')}` | `{reward.get('objective', '')}` | {reward.get('weight', 1.0):g} |"
+        for name, reward in config.get("rewards", {}).items()
+    ]
+    aggregate = config.get("loss", {}).get("aggregate", "sum")
+    together = f"\n\nThe objectives are joined by `{aggregate}`." if len(rows) > 1 else ""
+    return "\n".join(["| reward | function | objective | weight |", "|---|---|---|---|", *rows]) + together
+
+
+def _results(run: Path, config: Mapping[str, Any]) -> str:
+    """Return the table of results, or a sentence if the run was not evaluated."""
+    try:
+        found: dict[str, EvaluationSamples] = read_evaluation(run)
+    except ValueError:
+        found = {}
+    if not {"before", "after"} <= found.keys():
+        return "The run was not evaluated."
+    samples = found["after"].lengths.shape[1]
+    ns = [n for n in config.get("evaluation", {}).get("ns", (1, 4)) if n <= samples]
+    rows = []
+    for x in changes(found["before"], found["after"], ns):
+        numbers = (format_interval(x.before), format_interval(x.after), format_change(x))
+        rows.append(f"| {x.after.reward} | {x.after.procedure} | {' | '.join(numbers)} |")
+    head = ["| reward | procedure | before | after | change |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + f"\n\n{found['after'].size}, 95% intervals over prompts."
+
+
+def _training(run: Path, config: Mapping[str, Any]) -> str:
+    loss, optim, rollout = (config.get(name, {}) for name in ("loss", "optim", "rollout"))
+    logged = run_files.read_jsonl(run / run_files.FILE)
+    last = [entry["kl"] for entry in logged[-20:] if isinstance(entry.get("kl"), float)]
+    kl = f", KL per token {math.fsum(last) / len(last):.3g} at the end" if last else ""
+    facts = (
+        f"{len(logged)} steps of {rollout.get('prompts')} prompts x {rollout.get('samples')} completions, "
+        f"{loss.get('algorithm', 'grpo')}, beta {loss.get('beta', 0):g}, learning rate {optim.get('lr', 0):g}{kl}."
+    )
+    versions = run_loader.versions(run) or {"torch": torch.__version__, "transformers": transformers.__version__}
+    shown = ", ".join(f"{name} {version}" for name, version in ({"nlgrpo": __version__} | versions).items())
+    return (
+        f"{facts}\n\n`nlgrpo train nlgrpo/{TOML}` trains this model again. `nlgrpo/{report.FILE}` is the report, with "
+        f"all curves, and `nlgrpo/{run_files.FILE}` has the metrics of every step.\n\nVersions: {shown}."
+    )
+
+
+def push(run: Path, repository: str, *, private: bool = False) -> str:
+    """Upload the model, its card and the report in one commit, and return the address.
+
+    The token is that of ``hf auth login`` or HF_TOKEN. Creates the repository if it is not there. Raises UserError as
+    `exported`, and for what the Hub refuses.
+    """
+    folder, card = exported(run), model_card(run, repository)
+    if not (run / report.FILE).is_file():
+        report.write_report(run)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files |= {f"nlgrpo/{name}": run / name for name in ATTACHED if (run / name).is_file()}
+    operations = [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
+    operations.append(CommitOperationAdd("README.md", card.encode()))
+    keys = comparing.without_defaults(run_loader.read_config(run, []))
+    operations.append(CommitOperationAdd(f"nlgrpo/{TOML}", toml_file.text(keys).encode()))
+    api = HfApi(library_name="nlgrpo", library_version=__version__)
+    try:
+        created = api.create_repo(repository, private=private, exist_ok=True)
+        api.create_commit(created.repo_id, operations, commit_message="Upload a run of nlgrpo")
+    except Exception as error:  # of httpx, the hub, and its upload extension
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"cannot push to {repository}: {type(error).__name__}: {text}. The run is saved; `nlgrpo push {run} --repo "
+            f"{repository}` tries again"
+        ) from error
+    return str(created)
+
+
+def check_name(repository: str) -> None:
+    """Raise UserError for a name that no repository can have."""
+    from huggingface_hub.utils import validate_repo_id
+
+    with as_user_error():
+        validate_repo_id(repository)

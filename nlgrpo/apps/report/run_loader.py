@@ -1,0 +1,532 @@
+"""Loads runs, evaluations and sweeps from their folders for a report.
+
+A run may still be training or may have been killed, and files may be damaged: what cannot be read is listed in
+``notes``, and the rest is loaded. Shapes: P prompts, n samples per prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nlgrpo.apps.evaluate import results
+from nlgrpo.apps.evaluate.named_models import split_label
+from nlgrpo.apps.evaluate.results import Entry, compared
+from nlgrpo.apps.report import figures, seeds
+from nlgrpo.apps.sweep import state as sweep_state
+from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, pooled, read_evaluation
+from nlgrpo.errors import UserError
+from nlgrpo.objectives.rank_based import OfN
+from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
+from nlgrpo.training.evaluation_summary import WEIGHTED_SUM, Estimate, weighted_best_of_n
+from nlgrpo.training.tracking import run_files
+
+CONFIGS = ("config.json", "config.toml")
+NS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REFERENCE = "reference"
+TRAINING_KL = "kl/training"
+LOGGED = re.compile(
+    r"step|reward|rewards/.+/mean|objective/.+|kl|beta|completions/mean_length|loss|rewards/(margins|accuracies)|logps/.+"
+)
+
+
+@dataclass
+class Model:
+    """One trained model, or the models of several seeds: configuration, logged metrics and results.
+
+    Unknown fields are empty.
+    """
+
+    label: str
+    name: str  # of its folder or in its evaluation; models with the same name share a colour
+    settings: str  # key of its configuration in `ReportData.settings`
+    state: str = ""
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    sampled: EvaluationSamples | None = None
+    reference: str = ""  # label of the reference that it is compared with
+    entries: list[Entry] = field(default_factory=list)
+    by_seed: dict[Any, EvaluationSamples] = field(default_factory=dict)
+    given: str = ""  # the label that the user gave, of the whole sweep for its runs
+
+
+@dataclass
+class Settings:
+    """A configuration and the library versions it ran with."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ReportData:
+    """All loaded data; labels are unique."""
+
+    models: list[Model] = field(default_factory=list)
+    references: dict[str, EvaluationSamples] = field(default_factory=dict)
+    reference_entries: list[Entry] = field(default_factory=list)
+    settings: dict[str, Settings] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Entries of the references, then of all models."""
+        return self.reference_entries + [entry for model in self.models for entry in model.entries]
+
+    @property
+    def sampled(self) -> dict[str, EvaluationSamples]:
+        """Samples by label, the references first."""
+        return self.references | {m.label: m.sampled for m in self.models if m.sampled is not None}
+
+    def reference_label(self, sampled: EvaluationSamples, of: str) -> tuple[str, bool]:
+        """Return the label of a reference and whether it is new. Runs that start from the same model share it."""
+        for label, known in self.references.items():
+            if _same(known, sampled):
+                return label, False
+        label = f"{REFERENCE} of {of}" if self.references else REFERENCE
+        self.references[label] = sampled
+        return label, True
+
+
+def read(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportData:
+    """Load runs, evaluations and sweeps, each with ``LABEL=`` before it for another name.
+
+    With ``join_seeds``, finished runs that differ in the seed only are one model. Raises UserError for a folder of
+    another kind.
+    """
+    found, taken = ReportData(), set[str]()
+    several = len(folders) > 1
+    for text in folders:
+        given, folder = split_label(str(text))
+        kind = kind_of(folder)
+        if kind == "sweep":
+            _read_sweep(found, folder, given, taken)
+            continue
+        label = _unique(given, taken) if given else unique_label(folder, taken)
+        if kind == "evaluation":
+            _read_evaluation(found, folder, label, taken)
+        else:
+            _read_run(found, folder, label, given, name=several)
+    if join_seeds:
+        _join_seeds(found, taken)
+    _add_weighted_sums(found)
+    return found
+
+
+def kind_of(folder: Path) -> str:
+    """Return "run", "evaluation" or "sweep". Raises UserError for a folder of another kind."""
+    if (folder / sweep_state.FILE).is_file():
+        return "sweep"
+    files = (*CONFIGS, run_files.FILE, FILE)
+    if not any((folder / name).is_file() for name in files[:-1]) and _is_evaluation(folder):
+        return "evaluation"
+    if not any((folder / name).is_file() for name in files):
+        what = "has none of " + ", ".join(files) if folder.is_dir() else "is not a folder"
+        raise UserError(
+            f"{folder} {what}; give a folder written by `nlgrpo train`, such as runs/default, "
+            "or by `nlgrpo evaluate` or `nlgrpo sweep`"
+        )
+    if not any((folder / name).is_file() for name in files[1:]) and "model_type" in read_config(folder, []):
+        raise UserError(f"{folder} is a model directory; give the folder of a run, such as runs/default")
+    return "run"
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether the folder has results, or samples of models that begin with the reference."""
+    if (folder / results.FILE).is_file():
+        return True
+    start = f'{{"{REFERENCE}"'
+    return (folder / FILE).is_file() and (folder / FILE).read_bytes()[: len(start)] == start.encode()
+
+
+def unique_label(folder: Path, taken: set[str]) -> str:
+    """Return a label not in ``taken``, and add it: the folder's name, with parent folders as needed."""
+    parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name may not be valid UTF-8
+    labels = ["/".join(parts[-k:]).lstrip("/") or "/" for k in range(1, len(parts) + 1)]
+    labels += [f"{labels[0]} ({k})" for k in range(2, len(taken) + 3)]
+    label = next(label for label in labels if label not in taken)
+    taken.add(label)
+    return label
+
+
+def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
+    """Whether both have the same lengths and rewards, and so are the same samples."""
+    return (
+        torch.equal(a.lengths, b.lengths)
+        and a.rewards.keys() == b.rewards.keys()
+        and all(torch.allclose(x, b.rewards[name], rtol=0, atol=0, equal_nan=True) for name, x in a.rewards.items())
+    )
+
+
+def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
+    """Whether all have the same number of prompts and the same rewards."""
+    return len({(len(s.lengths), *sorted(s.rewards)) for s in sampled}) == 1
+
+
+# --- runs and sweeps --------------------------------------------------------------------------------------------------
+
+
+def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, name: bool, state: str = "") -> None:
+    """Add the run in ``folder``; with ``name``, its notes begin with its label."""
+    notes: list[str] = []
+    logged = _read_curves(folder / run_files.FILE)
+    found.settings[label] = Settings(read_config(folder, notes), versions(folder))
+    if not logged:
+        notes.append(f"{run_files.FILE} has no steps yet; the training curves are left out.")
+    sampled = _read_samples(folder, notes)
+    model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
+    model.given = given
+    if len(sampled) == 2 and not comparable(list(sampled.values())):
+        notes.append(f"{FILE} has different prompts or rewards before and after training; they are not compared.")
+        sampled.pop("before")
+    _evaluate_run(found, model, sampled)
+    found.models.append(model)
+    found.notes += [f"{label}: {note}" if name else note for note in notes]
+
+
+def _read_curves(path: Path) -> list[dict[str, Any]]:
+    """Load the metrics that figures show; the other ones are dropped to save memory."""
+    wanted: dict[str, bool] = {}
+    kept = []
+    for entry in run_files.read_jsonl(path):
+        for key in entry.keys() - wanted.keys():
+            wanted[key] = LOGGED.fullmatch(key) is not None
+        kept.append({key: value for key, value in entry.items() if wanted[key]})
+    return kept
+
+
+def read_config(run: Path, notes: list[str]) -> dict[str, Any]:
+    """Load the configuration of a run. If it is missing or damaged, return an empty one and add a note."""
+    for name, load in zip(CONFIGS, (json.loads, tomllib.loads), strict=True):
+        if (run / name).is_file():
+            try:
+                config = load((run / name).read_text("utf-8"))
+                if isinstance(config, dict):
+                    return config
+                notes.append(f"{name} cannot be read (its content is not a table).")
+            except ValueError as error:
+                notes.append(f"{name} cannot be read ({error}).")
+            return {}
+    notes.append(f"{' or '.join(CONFIGS)} is missing; the settings are left out.")
+    return {}
+
+
+def versions(run: Path) -> dict[str, str]:
+    """Library versions of the newest checkpoint."""
+    known = sorted(run.glob("checkpoints/*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    try:
+        found = json.loads(known[-1].read_text("utf-8"))["versions"] if known else {}
+        return {str(name): str(version) for name, version in found.items()}
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # a damaged checkpoint, or one that is being removed
+        return {}
+
+
+def _read_samples(run: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
+    try:
+        sampled = read_evaluation(run)
+    except ValueError as error:
+        notes.append(f"{error}.")
+        return {}
+    notes += [f"There is no evaluation {when} training yet." for when in ("before", "after") if when not in sampled]
+    return sampled
+
+
+def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
+    return "finished" if "after" in sampled else "not finished" if (run / run_files.FILE).is_file() else "not started"
+
+
+def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
+    """Add the results of the model, and those of its reference if it is new."""
+    if "before" in sampled:
+        model.reference, new = found.reference_label(sampled["before"], model.label)
+        if new:
+            kept = {model.reference: sampled["before"]}
+            found.reference_entries += results.entries(kept, _procedures(kept), ())
+    if "after" not in sampled:
+        return
+    both = {model.label: sampled["after"]}
+    if "before" in sampled:
+        both = {model.reference: sampled["before"]} | both
+    rows = results.entries(both, _procedures(both), ())
+    model.entries = [entry for entry in rows if entry.model == model.label]
+    distance = _training_kl(model.logged)
+    if not math.isnan(distance):
+        model.entries.append(Entry(model.label, TRAINING_KL, "", Estimate(distance, math.nan, math.nan)))
+
+
+def _procedures(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
+    """Procedures for the available samples: best-of-N, the trained objectives, and worst-of-N if it was trained."""
+    n = min(s.lengths.shape[1] for s in sampled.values())
+    trained = [
+        text for s in sampled.values() for text in s.objectives.values() if not (is_pairwise(text) or is_voted(text))
+    ]
+    names = ["mean", *(f"bon:{best_of}" for best_of in NS if 1 < best_of <= n)]
+    if any(text.startswith("wor:") for text in trained):
+        names += [f"wor:{worst_of}" for worst_of in NS if 1 < worst_of <= n]
+    return list(dict.fromkeys(names + [text for text in trained if _can_be_shown(text, n)]))
+
+
+def _can_be_shown(text: str, n: int) -> bool:
+    try:
+        objective = parse(text)  # without user functions: a report never runs a run's code
+    except ValueError:
+        return False
+    return not (isinstance(objective, OfN) and (objective.n > n or text.count(":") > 1))
+
+
+def _training_kl(logged: Sequence[Mapping[str, Any]]) -> float:
+    """KL per completion in nats: KL per token times length, over the last 10% of the steps; NaN if not logged."""
+    last = logged[-max(1, len(logged) // 10) :]
+    pairs = [(entry.get("kl"), entry.get("completions/mean_length")) for entry in last]
+    known = [a * b for a, b in pairs if isinstance(a, int | float) and isinstance(b, int | float)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) -> None:
+    try:
+        points = sweep_state.read_sweep_state(folder)
+    except ValueError as error:
+        found.notes.append(f"{error}.")
+        return
+    for point in points:
+        label = _unique(f"{given}/{point.name}", taken) if given else unique_label(point.folder, taken)
+        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.FILE, FILE)):
+            _read_run(found, point.folder, label, given, name=True, state=point.state)
+        else:
+            found.settings[label] = Settings()
+            found.models.append(Model(label, point.name, label, point.state))
+        if point.state == "failed":
+            found.notes.append(f"{label} failed: {point.error or 'see its log'}")
+
+
+# --- runs that differ in the seed -------------------------------------------------------------------------------------
+
+
+def _join_seeds(found: ReportData, taken: set[str]) -> None:
+    """Replace the finished runs that differ in the seed only by one model, with intervals over seeds and prompts."""
+    configs = [found.settings[model.settings].config for model in found.models]
+    keys = [
+        (f"{model.given} {seeds.without_seed(config)}", seeds.seed_of(config) if _can_be_joined(found, model) else None)
+        for model, config in zip(found.models, configs, strict=True)
+    ]
+    joined: list[Model] = []
+    replaced: set[str] = set()  # references of single runs
+    for group in seeds.grouped(keys):
+        models = [found.models[number] for number in group]
+        if len(group) > 1 and _same_prompts([s for model in models for s in _before_and_after(found, model)]):
+            replaced |= {model.reference for model in models}
+            joined.append(_of_seeds(found, {keys[number][1]: found.models[number] for number in group}, taken))
+        else:
+            joined += models
+    found.models = joined
+    unused = replaced - {model.reference for model in joined}
+    found.references = {label: sampled for label, sampled in found.references.items() if label not in unused}
+    found.reference_entries = [entry for entry in found.reference_entries if entry.model not in unused]
+
+
+def _can_be_joined(found: ReportData, model: Model) -> bool:
+    """Whether a run has what a mean over seeds needs: its configuration, and both evaluations."""
+    known = bool(found.settings[model.settings].config) and model.settings == model.label
+    return known and model.sampled is not None and model.reference in found.references
+
+
+def _same_prompts(sampled: Sequence[EvaluationSamples]) -> bool:
+    """Whether all have the same prompts, number of samples and rewards."""
+    return len({(tuple(s.lengths.shape), tuple(s.prompts), *sorted(s.rewards)) for s in sampled}) == 1
+
+
+def _before_and_after(found: ReportData, model: Model) -> list[EvaluationSamples]:
+    assert model.sampled is not None
+    return [found.references[model.reference], model.sampled]
+
+
+def _of_seeds(found: ReportData, by_seed: Mapping[Any, Model], taken: set[str]) -> Model:
+    """Return one model for runs that differ in the seed, and add its reference and its configuration."""
+    ordered = dict(sorted(by_seed.items(), key=lambda item: str(item[0])))
+    models = list(ordered.values())
+    first = models[0]
+    pairs = [_before_and_after(found, model) for model in models]
+    before = pooled([pair[0] for pair in pairs])
+    after = pooled([pair[1] for pair in pairs])
+    label = _unique(f"{_name_without_seed(first)}, {len(models)} seeds", taken)
+    config = found.settings[first.label].config
+    train = dict(seeds.section(config, "train")) | {"seed": list(ordered)}
+    found.settings[label] = Settings({**config, "train": train}, found.settings[first.label].versions)
+    for model in models:
+        del found.settings[model.label]
+    states = dict.fromkeys(model.state for model in models)
+    joined = Model(label, label, label, ", ".join(states), _mean_over_seeds(models), after)
+    joined.by_seed = {seed: model.sampled for seed, model in ordered.items() if model.sampled is not None}
+    _evaluate_run(found, joined, {"before": before, "after": after})
+    return joined
+
+
+def _name_without_seed(model: Model) -> str:
+    """Label that the user gave, or the name of a run's folder in a sweep without its seed, or the objective."""
+    if model.given:
+        return model.given
+    parts = model.name.split(",")
+    kept = [part for part in parts if not part.startswith("seed=")]
+    if 0 < len(kept) < len(parts):
+        return ",".join(kept)
+    assert model.sampled is not None
+    return figures.objective_label(model.sampled)
+
+
+def _unique(label: str, taken: set[str]) -> str:
+    """Return the label, with a number if it is taken, and add it to ``taken``."""
+    number = 2
+    found = label
+    while found in taken:
+        found = f"{label} ({number})"
+        number += 1
+    taken.add(found)
+    return found
+
+
+def _mean_over_seeds(models: Sequence[Model]) -> list[dict[str, Any]]:
+    """Means of the logged metrics over runs, for the steps and metrics that all of them have."""
+    rows = []
+    for of_step in zip(*(model.logged for model in models), strict=False):
+        numbers = [key for key in of_step[0] if all(_is_number(row.get(key)) for row in of_step)]
+        rows.append({key: sum(row[key] for row in of_step) / len(of_step) for key in numbers})
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str]) -> None:
+    """Add the models of an `nlgrpo evaluate`; a label that is taken gets the folder's label appended."""
+    notes: list[str] = []
+    rows, settings = _read_results(folder, notes)
+    found.settings[label] = settings
+    sampled = _read_samples_of_models(folder, notes)
+    if not rows and sampled and comparable(list(sampled.values())):
+        rows = results.entries(sampled, _procedures(sampled), ())
+    names = list(dict.fromkeys([*sampled, *(entry.model for entry in rows)]))
+    reference = ""
+    for i, name in enumerate(names):
+        if i == 0:
+            reference = _reference_of_evaluation(found, sampled.get(name), label)
+            found.reference_entries += [replace(e, model=reference) for e in rows if e.model == name]
+            continue
+        unique = f"{name} · {label}" if name in taken else name
+        taken.add(unique)
+        entries = [replace(entry, model=unique) for entry in rows if entry.model == name]
+        state = "evaluated" if entries or name in sampled else "not evaluated"
+        found.models.append(Model(unique, name, label, state, [], sampled.get(name), reference, entries))
+    found.notes += [f"{label}: {note}" for note in notes]
+
+
+def _reference_of_evaluation(found: ReportData, sampled: EvaluationSamples | None, label: str) -> str:
+    if sampled is None:
+        return f"{REFERENCE} of {label}" if found.references else REFERENCE
+    reference, new = found.reference_label(sampled, label)
+    if not new:  # replaced by this evaluation's entries, which have its procedures
+        found.reference_entries = [entry for entry in found.reference_entries if entry.model != reference]
+    return reference
+
+
+def _read_results(folder: Path, notes: list[str]) -> tuple[list[Entry], Settings]:
+    path = folder / results.FILE
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        rows = [_entry(row) for row in content["results"]]
+        versions = {name: str(content[name]) for name in ("nlgrpo", "torch") if name in content}
+        config = content.get("config")
+        return rows, Settings(config if isinstance(config, dict) else {}, versions)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        notes.append(f"{path.name} cannot be read ({error!r}); results are computed from the samples.")
+        return [], Settings()
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    """Build an entry from a row of results.json; null means NaN or not measured."""
+    estimates = {name: _estimate(row[name]) for name in ("estimate", "win_rate", "change")}
+    p = math.nan if row["p_value"] is None else float(row["p_value"])
+    estimate = estimates["estimate"] or Estimate(math.nan, math.nan, math.nan)
+    model, quantity, procedure = (str(row[name]) for name in ("model", "quantity", "procedure"))
+    return Entry(model, quantity, procedure, estimate, estimates["win_rate"], estimates["change"], p)
+
+
+def _estimate(data: Mapping[str, Any] | None) -> Estimate | None:
+    if data is None:
+        return None
+    numbers = [math.nan if data[name] is None else float(data[name] or 0) for name in ("value", "low", "high")]
+    value, low, high = numbers
+    return Estimate(value, low, high, Coverage(**data.get("coverage") or {}))
+
+
+def _read_samples_of_models(folder: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
+    try:
+        return read_evaluation(folder)
+    except ValueError as error:
+        notes.append(f"{error}; histograms and completions are left out.")
+        return {}
+
+
+# --- the weighted sum of all rewards ----------------------------------------------------------------------------------
+
+
+def _add_weighted_sums(found: ReportData) -> None:
+    """Add entries of ``sum_i w_i BoN_i`` if there are several rewards and all models have the same weights.
+
+    A model is compared with its reference at the prompts to which the same rewards apply.
+    """
+    every = list(found.sampled.values())
+    if not every or len(every[0].weights) < 2 or any(s.weights != every[0].weights for s in every):
+        return
+    ns = [n for n in NS if n <= min(s.lengths.shape[1] for s in every)]
+    values = {label: weighted_best_of_n(sampled, ns) for label, sampled in found.sampled.items()}
+    names = ["mean" if n == 1 else f"bon:{n}" for n in ns]
+    for label, sampled in found.references.items():
+        found.reference_entries += _weighted_sums(label, sampled, names, values[label])
+    for model in found.models:
+        if model.sampled is None:
+            continue
+        sums = values[model.label]
+        rows = _weighted_sums(model.label, model.sampled, names, sums)
+        reference = found.references.get(model.reference)
+        if reference is not None and reference.lengths.shape[0] == len(sums[0]):
+            base = values[model.reference].masked_fill(~model.sampled.same_rewards(reference), math.nan)
+            scored = model.sampled.scored()
+            pairs = zip(rows, sums, base, strict=True)
+            rows = [compared(row, x, y, scored, seeds=model.sampled.seeds) for row, x, y in pairs]
+        model.entries += rows
+
+
+def _weighted_sums(label: str, sampled: EvaluationSamples, names: Sequence[str], values: Tensor) -> list[Entry]:
+    behind = sampled.scored(), sampled.prompts_of_rewards()
+    rows = zip(names, values, strict=True)
+    return [Entry(label, WEIGHTED_SUM, name, Estimate.of(row, *behind, seeds=sampled.seeds)) for name, row in rows]
+
+
+TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
+
+
+def length_targets(config: Any) -> list[float]:
+    """Targets of all ``length(target=..)`` rewards in a configuration, sorted."""
+    if isinstance(config, Mapping):
+        config = list(config.values())
+    if isinstance(config, list):
+        return sorted({target for item in config for target in length_targets(item)})
+    return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []

@@ -1,0 +1,19 @@
+"""The command ``nlgrpo reward-model train``: train a reward model on preference pairs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from nlgrpo.apps.reward_model.config import from_arguments
+from nlgrpo.apps.reward_model.training import build
+from nlgrpo.training import scalar_head_trainer as trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``reward-model train ...``; see `trainer.command`."""
+    return trainer.command(sys.argv[1:] if arguments is None else arguments, "reward-model", {"train": _train})
+
+
+def _train(arguments: Sequence[str], dry_run: bool) -> None:
+    trainer.launch(from_arguments(arguments), build, dry_run=dry_run)

@@ -1,0 +1,1 @@
+"""``nlgrpo recipes`` and ``completion``: help at the prompt. Read `recipes.py` first."""

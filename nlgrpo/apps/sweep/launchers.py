@@ -1,0 +1,330 @@
+"""Where the runs of a sweep are started: as processes of this machine, or as jobs of a cluster through submitit.
+
+A launcher starts a run and returns a `Running`, which the sweep polls and may stop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from nlgrpo.apps.sweep import job
+from nlgrpo.apps.sweep.state import Point, State
+from nlgrpo.errors import UserError
+from nlgrpo.runtime.supervision import ending_with_parent
+
+JOBS = "jobs"  # folder of submitit in the folder of the sweep
+Cluster = Literal["slurm", "local"]
+
+
+class Running(Protocol):
+    """A started run."""
+
+    @property
+    def job(self) -> str:
+        """Id of its job on a cluster, or "" for a process."""
+
+    def poll(self) -> int | None:
+        """Return its exit status, negative for a signal; None while it waits or runs."""
+
+    def state(self) -> State:
+        """Return "queued" or "running" of a run that has not ended."""
+
+    def stop(self) -> None:
+        """Tell it to save and stop; a second time: to end now."""
+
+    def failure(self) -> str:
+        """Describe an end that the run's own log cannot explain, or return ""."""
+
+
+class Launcher(Protocol):
+    @property
+    def interval(self) -> float:
+        """Seconds between two polls."""
+
+    @property
+    def resubmits(self) -> bool:
+        """Whether to start a run again that a signal from outside has stopped."""
+
+    def start(self, arguments: Sequence[str], point: Point, slot: int) -> Running:
+        """Run `nlgrpo` with ``arguments`` and append its output to the point's log."""
+
+
+def command(arguments: Sequence[str], ranks: int, nodes: int = 1) -> list[str]:
+    """Command line that runs `nlgrpo` with these arguments, under torchrun if there are several ranks.
+
+    With several nodes, each of them runs it, and `job.run` sets where they meet.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    if nodes > 1:
+        meeting = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+        launcher = ["-m", "torch.distributed.run", *meeting]
+    return [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments]
+
+
+def visible_gpus() -> list[str]:
+    """Names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
+
+
+def _python_settings() -> dict[str, str]:
+    """Environment variables of every run."""
+    settings = {"PYTHONUNBUFFERED": "1"}  # keeps output and errors in order in the log
+    if not {"", os.getcwd()} & set(sys.path):  # else `python -m` would put this folder on the path
+        settings["PYTHONSAFEPATH"] = "1"
+    return settings
+
+
+# --- processes of this machine ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A process with its own session: a Ctrl-C goes to the terminal's whole process group, and the ranks of a torchrun
+    would get it twice. If the sweep is killed, the run saves and stops."""
+
+    process: subprocess.Popen[bytes]
+    job: str = ""
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def state(self) -> State:
+        return "running"
+
+    def stop(self) -> None:
+        self.process.terminate()
+
+    def failure(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class LocalLauncher:
+    """Runs points as processes, each of ``jobs`` slots on its own GPUs and its share of the cores."""
+
+    ranks: int
+    jobs: int
+    lock: int  # descriptor of the folder's lock, which every run inherits
+    interval: float = 0.05
+    resubmits: bool = False
+
+    def start(self, arguments: Sequence[str], point: Point, slot: int) -> LocalRun:
+        line = command(arguments, self.ranks)
+        with point.log.open("ab") as log:
+            log.write(f"$ {shlex.join(line)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                ending_with_parent.command(line),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(slot, self.ranks, self.jobs),
+                pass_fds=[self.lock],
+                start_new_session=True,
+            )
+        return LocalRun(process)
+
+
+def _environment(slot: int, ranks: int, jobs: int) -> dict[str, str]:
+    """Environment of the run in one of ``jobs`` slots; several slots get their own GPUs and a share of the cores."""
+    environment = os.environ | _python_settings()
+    if jobs > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // (jobs * ranks)))
+        if gpus := visible_gpus():
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * ranks : (slot + 1) * ranks])
+    return environment
+
+
+# --- jobs of a cluster ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SlurmOptions:
+    """Resources of each job of `--launcher slurm`. The names are submitit's."""
+
+    partition: str | None = None
+    """Partition. None: the cluster's default."""
+    timeout_min: int = 60
+    """Time limit of a job in minutes. 90 seconds before it, the run saves and is submitted again."""
+    nodes: int = 1
+    """Nodes per run. Each starts --nproc-per-node ranks."""
+    gpus_per_node: int | None = None
+    """GPUs per node. None: request none."""
+    cpus_per_task: int | None = None
+    """CPU cores per node. None: the cluster's default."""
+    mem_gb: float | None = None
+    """Memory per node in GB. None: the cluster's default."""
+    account: str | None = None
+    """Account that is charged."""
+    setup: tuple[str, ...] = ()
+    """Shell commands before each run, such as "module load cuda"."""
+    extra: tuple[str, ...] = ()
+    """Other options of sbatch as NAME=VALUE, such as qos=high or constraint=a100."""
+
+    def faults(self, ranks: int) -> list[str]:
+        """Return what is out of range, one line each."""
+        allowed = {
+            "timeout-min": (
+                self.timeout_min,
+                ">= 3, because runs are stopped 90 seconds before",
+                self.timeout_min >= 3,
+            ),
+            "nodes": (self.nodes, ">= 1", self.nodes >= 1),
+            "gpus-per-node": (
+                self.gpus_per_node,
+                f"none or >= --nproc-per-node = {ranks}",
+                self.gpus_per_node is None or self.gpus_per_node >= ranks,
+            ),
+            "cpus-per-task": (
+                self.cpus_per_task,
+                "none or >= 1",
+                self.cpus_per_task is None or self.cpus_per_task >= 1,
+            ),
+            "mem-gb": (self.mem_gb, "none or > 0", self.mem_gb is None or self.mem_gb > 0),
+            "extra": (self.extra, "NAME=VALUE ..", all(pair.partition("=")[2] for pair in self.extra)),
+        }
+        return [
+            f"--slurm.{name} = {value}: allowed is {what}" for name, (value, what, good) in allowed.items() if not good
+        ]
+
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of submitit's AutoExecutor."""
+        extra = {name.lstrip("-"): value for name, _, value in (pair.partition("=") for pair in self.extra)}
+        return {
+            "name": "nlgrpo",
+            "timeout_min": self.timeout_min,
+            "nodes": self.nodes,
+            "tasks_per_node": 1,
+            "gpus_per_node": self.gpus_per_node,
+            "cpus_per_task": self.cpus_per_task,
+            "mem_gb": self.mem_gb,
+            "stderr_to_stdout": True,
+            "slurm_partition": self.partition,
+            "slurm_account": self.account,
+            "slurm_setup": list(self.setup) or None,
+            "slurm_additional_parameters": extra or None,
+        }
+
+
+def submitit() -> Any:
+    """Import submitit. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module("submitit")
+    except ImportError as error:
+        raise UserError(
+            "--launcher slurm needs submitit, which is not installed; install it with: pip install 'nlgrpo[slurm]'"
+        ) from error
+
+
+@dataclass
+class SubmititLauncher:
+    """Runs points as jobs of a cluster. ``cluster`` "local" is for tests: submitit starts the jobs on this machine."""
+
+    folder: Path
+    ranks: int
+    options: SlurmOptions
+    cluster: Cluster = "slurm"
+    interval: float = 1.0
+    resubmits: bool = True
+    calls: threading.RLock = field(default_factory=threading.RLock)  # submitit is not safe to call from several threads
+
+    def __post_init__(self) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # parameters that the other cluster does not have
+                self.executor = submitit().AutoExecutor(self.folder / JOBS, cluster=self.cluster)
+                self.executor.update_parameters(**self.options.parameters())
+        except RuntimeError as error:
+            raise UserError(f"--launcher slurm: {error}; start the sweep where sbatch and srun are") from error
+
+    def start(self, arguments: Sequence[str], point: Point, slot: int) -> SubmittedRun:
+        """Submit a run, or attach to the job of an earlier sweep that was killed."""
+        if point.job and point.state in ("queued", "running") and self.cluster == "slurm":
+            tasks = list(range(self.options.nodes))
+            known = submitit().SlurmJob(folder=self.folder / JOBS, job_id=point.job, tasks=tasks)
+            return SubmittedRun(known, self.calls)
+        line = command(arguments, self.ranks, self.options.nodes)
+        with point.log.open("ab") as log:
+            log.write(f"$ {shlex.join(line)}\n".encode())
+        with self.calls:
+            submitted = self.executor.submit(
+                job.run, line, str(point.log.absolute()), _python_settings(), self.options.nodes
+            )
+        return SubmittedRun(submitted, self.calls)
+
+
+@dataclass
+class SubmittedRun:
+    """A job of submitit."""
+
+    handle: Any  # submitit.Job
+    calls: threading.RLock
+    stops: int = 0
+    ended: str = ""
+
+    @property
+    def job(self) -> str:
+        return str(self.handle.job_id)
+
+    @property
+    def _local(self) -> bool:
+        """Whether this is a job of submitit's local cluster."""
+        return hasattr(self.handle, "_process")
+
+    def poll(self) -> int | None:
+        with self.calls:
+            if not self.handle.done():
+                return None
+        try:
+            statuses = [int(status) for status in self.handle.results()]
+        except Exception as error:  # of any type: an exception in the job is raised here
+            with self.calls:
+                state = self.handle.state
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            self.ended = f"job {self.job} ended in state {state}: {lines[-1] if lines else type(error).__name__}"
+            return 1
+        signalled = [status for status in statuses if status == -signal.SIGTERM]
+        if signalled and not self._local:  # a preempted job may be in the queue again, and must not run beside the next
+            with self.calls:
+                self.handle.cancel(check=False)
+        return (signalled or [status for status in statuses if status] or [0])[0]
+
+    def state(self) -> State:
+        with self.calls:
+            return "queued" if self.handle.state.upper() in ("PENDING", "UNKNOWN", "REQUEUED") else "running"
+
+    def stop(self) -> None:
+        """Send SIGTERM to a run; cancel a job that waits, or, the second time, a run too."""
+        self.stops += 1
+        with self.calls:
+            if self._local:  # its `cancel` kills after a second
+                self.handle._process.send_signal(signal.SIGTERM)
+            elif self.stops > 1 or self.handle.get_info().get("State", "PENDING").upper().startswith("PEND"):
+                self.handle.cancel(check=False)
+            else:
+                subprocess.run(["scancel", "--signal=TERM", self.job], check=False)  # nosec B607  # of the user's PATH
+
+    def failure(self) -> str:
+        return self.ended
+
+
+def launcher(name: str, folder: Path, ranks: int, jobs: int, lock: int, slurm: SlurmOptions | None = None) -> Launcher:
+    """Build the launcher "local", "slurm" or "submitit-local". Raises UserError without submitit or SLURM."""
+    if name == "local":
+        return LocalLauncher(ranks, jobs, lock)
+    cluster: Mapping[str, Cluster] = {"slurm": "slurm", "submitit-local": "local"}
+    return SubmititLauncher(folder, ranks, slurm or SlurmOptions(), cluster[name])

@@ -1,0 +1,268 @@
+"""The command ``nlgrpo sweep``: train a grid of configurations, on this machine or as jobs of a cluster.
+
+Every point is a run of `nlgrpo train` in its own process or job. The folder of the sweep has a folder and a log
+of each point, and ``sweep.json``: the shared configuration and the state of every point. The same command resumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from nlgrpo.apps.sweep import grid
+from nlgrpo.apps.sweep import state as sweep_state
+from nlgrpo.apps.sweep.grid import Setting
+from nlgrpo.apps.sweep.launchers import SlurmOptions, launcher, submitit, visible_gpus
+from nlgrpo.apps.sweep.runner import (
+    SweepRunner,
+    check_usable,
+    clock_time,
+    last_lines,
+    locked,
+    merge,
+    say,
+    to_run,
+)
+from nlgrpo.apps.sweep.state import Point, SweepState
+from nlgrpo.config import validate
+from nlgrpo.config.recipes import from_arguments
+from nlgrpo.config.schema import dashed
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of
+from nlgrpo.errors import UserError
+from nlgrpo.training.evaluation_summary import Row, format_interval, summarize
+from nlgrpo.training.tracking import run_files, terminal
+
+ABOUT = """Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 --seed 0,1,2
+
+Keys are those of `nlgrpo train`; --objective sets the objective of all rewards, and --seed is --train.seed. An option
+with several values, separated by commas, is an axis of the grid. Commas inside brackets and quotes do not separate:
+'length(target=25, scale=128)' is one value. Quotes around a value, as in "'distortion:0,1,2',mean", are removed. For a
+key that is a list, write every value in brackets: --evaluation.ns [1,4],[1,8].
+
+The same command resumes: finished points are skipped and stopped points continue. More values add points.
+
+With --launcher slurm each point is a job of a SLURM cluster, with the resources of --slurm.*."""
+LauncherName = Literal["local", "slurm", "submitit-local"]
+
+
+@dataclass
+class Options:
+    """Options in addition to the configuration keys."""
+
+    out: Path | None = None
+    """Folder of the sweep. None: runs/<recipe>-sweep."""
+    retry: bool = False
+    """Run failed points again, from their checkpoints."""
+    dry_run: bool = False
+    """Check and list all points, and run nothing."""
+    nproc_per_node: int = 1
+    """Ranks per run. torchrun starts the run if there are several."""
+    jobs: int | None = None
+    """Points that run at the same time, each on its own cores and GPUs. None: 1, and with --launcher slurm all."""
+    launcher: LauncherName = "local"
+    """Run points as processes of this machine, or each as a job of SLURM. submitit-local is for tests: the same jobs,
+    on this machine."""
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    """Resources of each job."""
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return exit status 0 if all points are done, or after a signal; 1 if a point failed, or with a message."""
+    options, rest = tyro.cli(
+        Options, args=list(arguments), prog="nlgrpo sweep", description=ABOUT, return_unknown_args=True
+    )
+    if options.launcher == "local":
+        unused = [name for name, value in vars(options.slurm).items() if value != getattr(SlurmOptions(), name)]
+        if unused:
+            names = ", ".join(dashed(f"--slurm.{name}") for name in unused)
+            raise UserError(f"{names}: only with --launcher slurm; this sweep runs on this machine")
+    command = grid.read(rest)
+    folder = options.out or Path(f"runs/{from_arguments(command.start)[0].recipe}-sweep")
+    known = sweep_state.read(folder).points[0].overrides if (folder / sweep_state.FILE).exists() else ()
+    axes = command.axes(known)
+    if not axes:
+        raise UserError("no option has several values; separate values by commas, such as --loss.beta 1e-2,1e-1")
+    return run(
+        command.start,
+        command.rows(),
+        folder,
+        axes=axes,
+        retry=options.retry,
+        dry_run=options.dry_run,
+        ranks=options.nproc_per_node,
+        jobs=options.jobs,
+        where=options.launcher,
+        slurm=options.slurm,
+    )
+
+
+def run(
+    start: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    folder: Path,
+    *,
+    axes: Sequence[str] | None = None,
+    retry: bool = False,
+    dry_run: bool = False,
+    ranks: int = 1,
+    jobs: int | None = None,
+    where: LauncherName = "local",
+    slurm: SlurmOptions | None = None,
+) -> int:
+    """Run the points that are not done, ``jobs`` at a time, and print the table of all. Returns the exit status.
+
+    ``start``: arguments of `nlgrpo train` for every point. ``rows``: the options of each point, without dashes.
+    ``axes``: the options in which points differ and by which they are named; all by default. ``where``: the launcher,
+    with ``slurm`` for the resources of a job. Raises UserError for a configuration that cannot be run, before any
+    point starts, and for a folder of something else.
+    """
+    settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
+    jobs = jobs if jobs is not None else 1 if where == "local" else len(settings)
+    if where == "local":
+        _check(settings, ranks, jobs)
+    else:
+        _check(settings, ranks, jobs, slurm or SlurmOptions())
+    check_usable(folder)
+    if dry_run:
+        manifest, points = merge(folder, settings)
+        _show(manifest)
+        say(f"{folder}: {len(points)} points, {len(to_run(points, retry))} to run; dry run, nothing was started")
+        return 0
+    try:
+        with locked(folder) as lock:
+            manifest, points = merge(folder, settings)
+            _check_no_jobs(points if where == "local" else [])
+            (folder / "logs").mkdir(exist_ok=True)
+            manifest.write()
+            work = SweepRunner(manifest, launcher(where, folder, ranks, jobs, lock, slurm), jobs)
+            stopped = work.run_all(list(zip(settings, points, strict=True)), retry)
+    except BrokenPipeError:  # the reader of the output is gone
+        raise
+    except OSError as error:
+        raise UserError(
+            f"the sweep cannot use {folder}: {error}; once that is fixed, the same command resumes"
+        ) from error
+    _show(manifest)
+    failed = [point for point in points if point.state == "failed"]
+    for point in failed:
+        print(f"failed: {point.name}: {point.error}\n  log: {point.log}; --retry runs it again")
+        print("".join(f"  | {line}\n" for line in last_lines(point)), end="")
+    if stopped:
+        print("stopped; run the same command again to resume")
+    return 1 if failed and not stopped else 0
+
+
+def _check(settings: Sequence[Setting], ranks: int, jobs: int, slurm: SlurmOptions | None = None) -> None:
+    """Check all points. Raises UserError with the faults of all of them. ``slurm``: None on this machine."""
+    for option, number in (("nproc-per-node", ranks), ("jobs", jobs)):
+        if number < 1:
+            raise UserError(f"--{option} = {number}: allowed is >= 1")
+    if slurm is not None:
+        submitit()
+        if faults := slurm.faults(ranks):
+            raise UserError("\n".join(faults))
+    world = ranks * (1 if slurm is None else slurm.nodes)
+    if slurm is None and jobs > 1 and 0 < len(visible_gpus()) < jobs * ranks:
+        raise UserError(
+            f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(visible_gpus())}"
+        )
+    found: dict[str, list[str]] = {}
+    for setting in settings:
+        for fault in _faults(setting, world):
+            found.setdefault(fault, []).append(grid.folder_name(setting.overrides))
+    if found:
+        whose = {fault: "all" if len(names) == len(settings) else "; ".join(names) for fault, names in found.items()}
+        count = len({name for names in found.values() for name in names})
+        lines = [f"{count} of {len(settings)} points cannot be run:", *(f"  {f} ({whose[f]})" for f in found)]
+        raise UserError("\n".join(lines))
+
+
+def _check_no_jobs(points: Sequence[Point]) -> None:
+    """Raise UserError if a job may be at work on a point: two runs must not share a folder."""
+    jobs = [point.job for point in points if point.job and point.state in ("queued", "running")]
+    if jobs:
+        raise UserError(
+            f"job {', '.join(jobs)} of this sweep may still run on the cluster; use --launcher slurm, which attaches "
+            "to it"
+        )
+
+
+def _faults(setting: Setting, ranks: int) -> list[str]:
+    faults = []
+    try:
+        validate.check(setting.config, world=ranks)
+    except ValueError as error:
+        faults = [line.strip() for line in str(error).splitlines()[1:]]
+    if setting.config.evaluation.prompts == 0:
+        faults.append(
+            "evaluation.prompts = 0: a sweep needs the evaluation, to compare points and to know which are done"
+        )
+    if setting.config.train.restart:
+        faults.append(f"train.restart = True: {grid.NOT_SWEPT['train.restart']}")
+    return faults
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _show(manifest: SweepState) -> None:
+    evaluated = [_evaluated(point) for point in manifest.points]
+    results = [_results(manifest, *pair) for pair in zip(manifest.points, evaluated, strict=True)]
+    procedures = {row.procedure for rows in results for row in rows[1:]}
+    one = next(iter(procedures)) if len(procedures) == 1 else ""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    known = [sampled for sampled in evaluated if sampled is not None]
+    table.caption = f"evaluated on {sizes_of(known)}" if known else None
+    for heading in grid.short_names(list(manifest.points[0].overrides)):
+        table.add_column(Text(heading))
+    for heading in ("mean", one or "best of N", "KL", "time", "state"):
+        table.add_column(heading, no_wrap=True)
+    for point, rows in zip(manifest.points, results, strict=True):
+        values = [
+            format_interval(row, "\n") + ("" if one or not i else f"\n{row.procedure}") for i, row in enumerate(rows)
+        ]
+        cells = [*map(grid.shown, point.overrides.values()), *values, *["-"] * (2 - len(rows)), _kl(point)]
+        table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", _state(point))
+    console = terminal.output(width=terminal.TABLE_WIDTH)
+    console.print(table)
+
+
+def _state(point: Point) -> str:
+    shown = point.job and point.state in ("queued", "running", "failed")
+    return f"{point.state} (job {point.job})" if shown else point.state
+
+
+def _evaluated(point: Point) -> EvaluationSamples | None:
+    """Return the samples of the trained model; None if there is no evaluation yet."""
+    try:
+        return read_evaluation(point.folder)["after"]
+    except (ValueError, KeyError):
+        return None
+
+
+def _results(manifest: SweepState, point: Point, sampled: EvaluationSamples | None) -> list[Row]:
+    """Return mean and best-of-N (the largest N) of the trained model, of the weighted sum for several rewards."""
+    if sampled is None:
+        return []
+    ns = point.overrides.get("evaluation.ns") or manifest.base["evaluation"]["ns"]
+    largest = max(n for n in (1, *ns) if n <= sampled.lengths.shape[1])
+    rows = summarize(sampled, list(dict.fromkeys((1, largest))))
+    return [row for row in rows if row.reward == rows[-1].reward]
+
+
+def _kl(point: Point) -> str:
+    """Return the KL per token in the last step that has one, or a dash without a reference."""
+    values = [row["kl"] for row in run_files.read_jsonl(point.folder / run_files.FILE) if "kl" in row]
+    value = values[-1] if values else None
+    return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

@@ -1,0 +1,135 @@
+"""Checks of variational best-of-N: the distribution of best-of-N, and the objective with its two lower bounds.
+
+The truth is the distribution of the best of all A^N draws (`exact.chosen`), or the sum of Eq. 4 in rational numbers.
+Policies have probabilities that are multiples of 1/M, so that a sample of M with these frequencies has the expected
+value as its mean. Shapes: P policies, A atoms.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from nlgrpo.apps.verify import exact
+from nlgrpo.apps.verify.claims import Proof, Result
+from nlgrpo.calibration import variational
+
+REFERENCE = torch.tensor([0.1, 0.3, 0.05, 0.35, 0.2], dtype=torch.float64)
+SIZES = (1, 2, 3, 4)  # N
+
+
+def strictly_below(order: Tensor, probs: Tensor) -> Tensor:
+    """F of each atom: the probability of a lower one (Eq. 4 and 12)."""
+    return ((order[:, None] > order) * probs).sum(1)
+
+
+# --- Proposition 1 ----------------------------------------------------------------------------------------------------
+
+
+def proposition_1(quick: bool) -> Proof:
+    """Compare log pi_bon with the best of all draws, for rewards without and with ties, and with Eq. 4 for large N."""
+    rewards = torch.tensor([0.3, -1.0, 2.0, 0.7, 0.0], dtype=torch.float64)
+    tied = torch.tensor([0.3, -1.0, 0.3, 0.3, 0.0], dtype=torch.float64)
+    keys = variational.string_keys([[a] for a in range(len(REFERENCE))])
+    order = torch.tensor(sorted(range(5), key=lambda a: (tied[a].item(), keys[a].item()))).argsort()
+    ours = variational.strict_order(tied[None], keys[None])[0]
+    missing = max(1 - _density(tied, n).sum().item() for n in SIZES)
+    note = "0 for N = 1; the strings with equal rewards lose the draws in which they meet"
+    return Proof([
+        Result("pi_bon is the distribution of the best of N", "Prop. 1", "largest relative error",
+               _error(rewards, rewards), at_most=1e-12, note=f"5 strings, N = {', '.join(map(str, SIZES))}"),
+        Result("Also with ties, in the order of rewards and keys", "App. C", "largest relative error",
+               _error(ours, order), at_most=1e-12, note="three of five rewards are equal"),
+        Result("With ties and without an order it is no distribution", "not in Prop. 1", "missing mass", missing,
+               at_least=0.05, note=note),
+        Result("log pi_bon equals the sum of Eq. 4", "Prop. 1", "largest relative error", _rational_error(quick),
+               at_most=1e-12, note="in rational numbers, N up to 64, p from 1/2 to 1e-12"),
+    ])  # fmt: skip
+
+
+def _density(order: Tensor, n: int) -> Tensor:
+    return variational.log_bon_density(strictly_below(order, REFERENCE).log(), REFERENCE.log(), n).exp()
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """Largest relative error of pi_bon by the order ``ours``; the best of all draws is that of the order ``theirs``."""
+    errors = [(_density(ours, n) / exact.chosen(theirs, REFERENCE, n) - 1).abs().max().item() for n in SIZES]
+    return max(errors)
+
+
+def _rational_error(quick: bool) -> float:
+    errors = []
+    for n in (2, 16) if quick else (2, 16, 64):
+        for p in (0.5, 1e-3, 1e-12):
+            for F in (0.0, 1e-9, 0.1, 0.5):
+                rest, mass = Fraction(F), Fraction(p)
+                truth = float(sum(math.comb(n, i) * rest ** (n - i) * mass**i for i in range(1, n + 1)))
+                if truth > 1e-300:
+                    log_F, log_p = torch.tensor([F, p], dtype=torch.float64).log()
+                    errors.append(abs(variational.log_bon_density(log_F, log_p, n).exp().item() / truth - 1))
+    return max(errors)
+
+
+# --- Theorems 2 to 4 --------------------------------------------------------------------------------------------------
+
+M = 24  # multiples of 1/M
+
+
+def policies(count: int) -> Tensor:
+    """Random samples (count, M) of all strings but the lowest, for which log F = -inf; sharp and flat ones."""
+    generator = torch.Generator().manual_seed(0)
+    sharpness = torch.rand(count, 1, generator=generator) * 4
+    probs = (torch.randn(count, len(REFERENCE) - 1, generator=generator) * sharpness).softmax(-1)
+    return torch.multinomial(probs, M, replacement=True, generator=generator) + 1
+
+
+def lower_bounds(quick: bool) -> Proof:
+    """Compare J and L with their definitions, and check J >= L >= L_1 for random policies."""
+    samples = policies(200 if quick else 5000)
+    order = torch.arange(len(REFERENCE), dtype=torch.float64)  # the lowest string is the first
+    F = strictly_below(order, REFERENCE)
+    probs = torch.nn.functional.one_hot(samples, len(REFERENCE)).double().mean(1)
+    log_pi, log_ref, log_F = probs.gather(1, samples).log(), REFERENCE.log()[samples], F.log()[samples]
+    errors_J, errors_L, above, gaps, gaps_1, drawn = [], [], [], [], [], {}
+    for n in SIZES:
+        J = variational.objective(log_pi, log_ref, log_F, n)
+        L = variational.bound(log_pi, log_ref, log_F, n)
+        L_1 = looser_bound(probs, REFERENCE, F, n)
+        truth_J = -exact.divergence(probs, exact.chosen(order, REFERENCE, n))
+        truth_L = (n - 1) * torch.special.xlogy(probs, F).sum(-1) - exact.divergence(probs, REFERENCE)
+        errors_J.append((J - truth_J).abs().max().item())
+        errors_L.append((L - truth_L).abs().max().item())
+        above.append((J - L).min().item() - math.log(n))
+        gaps.append((J - L_1).min().item() if n > 1 else -abs(J - L_1).max().item())
+        gaps_1.append((L - L_1).min().item() if n > 1 else -abs(L - L_1).max().item())
+        drawn[n] = (J, L, L_1)
+    return Proof(_bound_results(errors_J, errors_L, above, gaps, gaps_1, len(samples)), {"values": drawn})
+
+
+def _bound_results(
+    errors_J: list[float], errors_L: list[float], above: list[float], gaps: list[float], gaps_1: list[float], count: int
+) -> list[Result]:
+    text = f"{count:,} policies over 5 strings, N = {', '.join(map(str, SIZES))}"
+    few, loose = f"{gaps[1]:.3g}", f"{gaps_1[1]:.3g}"
+    return [
+        Result("J is -KL(pi | pi_bon)", "Eq. 5", "largest error", max(errors_J), at_most=1e-12, note=text),
+        Result("L is its lower bound by log F", "Eq. 8", "largest error", max(errors_L), at_most=1e-12),
+        Result("J >= L + log N", "Thm 2", "smallest J - L - log N", min(above), at_least=-1e-12,
+               note="the theorem says J >= L; its Eq. 14e drops log N. Equal for N = 1"),
+        Result("J >= L_1", "Thm 3", "smallest J - L_1", min(gaps), at_least=-1e-12,
+               note=f"equal for N = 1; for N = 2 at least {few}. Eq. 17c holds as each term is a probability, not by "
+               "Jensen's inequality"),
+        Result("L >= L_1", "Thm 4", "smallest L - L_1", min(gaps_1), at_least=-1e-12,
+               note=f"equal for N = 1; for N = 2 at least {loose}"),
+    ]  # fmt: skip
+
+
+def looser_bound(probs: Tensor, reference: Tensor, F: Tensor, n: int) -> Tensor:
+    """L_1 of Theorem 3: gamma E log F - alpha H(pi) - beta KL(pi | pi_ref), for policies (P, A)."""
+    alpha, beta, gamma = (n + 2) * (n - 1) / 2, n * (n + 1) / 2, n * (n - 1) / 2
+    entropy = -torch.special.xlogy(probs, probs).sum(-1)
+    of_F = torch.special.xlogy(gamma * probs, F).sum(-1)
+    return of_F - alpha * entropy - beta * exact.divergence(probs, reference)

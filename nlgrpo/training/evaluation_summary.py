@@ -1,0 +1,331 @@
+"""Summary of an evaluation: mean, best-of-N and their relatives of each reward, before and after training.
+
+Every number is a mean over prompts with a 95% bootstrap interval; models are compared on the prompts that both have.
+Samples without a reward count nowhere. A prompt with fewer than N others has no best-of-N, and is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples
+from nlgrpo.estimators import best_of_n, bootstrap, over_present, two_way_interval, worst_of_n
+from nlgrpo.objectives.registry import MajorityVote, is_pairwise, is_voted
+
+WEIGHTED_SUM = "weighted sum"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and its 95% interval; NaN if there is none."""
+
+    value: float
+    low: float
+    high: float
+    coverage: Coverage = field(default_factory=Coverage)
+
+    @classmethod
+    def of(
+        cls, per_prompt: Tensor, scored: Tensor, rewards: dict[str, int] | None = None, *, seeds: int = 1
+    ) -> Estimate:
+        """Mean of ``per_prompt`` (P,) over the prompts with a value. Other arguments: see `Coverage.of`.
+
+        With several ``seeds``, one after the other, the interval is over seeds and prompts, and a prompt counts if it
+        has a value for each of them.
+        """
+        of_seeds = per_prompt.reshape(seeds, len(per_prompt) // seeds)
+        counted = ~of_seeds.isnan().any(0)
+        there = of_seeds[:, counted]
+        coverage = Coverage.of(of_seeds.masked_fill(~counted, math.nan).flatten(), scored, rewards)
+        if seeds > 1 and there.shape[1] > 1:
+            value, low, high, _ = two_way_interval(there)
+        elif there.numel():
+            value, low, high = (x.item() for x in bootstrap(there.mean(0)))
+        else:
+            value = low = high = math.nan
+        return cls(value, low, high, coverage)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number with its interval: ``value`` of ``reward`` under ``procedure`` (``"mean"``, ``"best-of-4"``)."""
+
+    reward: str
+    procedure: str
+    value: float
+    low: float
+    high: float
+    coverage: Coverage = field(default_factory=Coverage)
+    n: int = 1
+
+    def heading(self, *, binary: bool) -> str:
+        """The procedure as tables show it: best-of-N of a reward that is 0 or 1 is ``"pass@N"``."""
+        return f"pass@{self.n}" if binary and self.procedure in ("mean", f"best-of-{self.n}") else self.procedure
+
+
+@dataclass(frozen=True)
+class Change:
+    """A number before and after training, and the mean change over the prompts on which both have a value."""
+
+    before: Row
+    after: Row
+    value: float
+    prompts: int
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Values of a row per prompt, (P,), NaN where there is none; the samples and rewards behind them."""
+
+    reward: str
+    procedure: str
+    per_prompt: Tensor
+    scored: Tensor  # (P, n)
+    applies: Tensor  # (m, P): rewards that score one of the prompt's samples
+    rewards: dict[str, int] | None
+    n: int
+    seeds: int
+
+    def row(self) -> Row:
+        found = Estimate.of(self.per_prompt, self.scored, self.rewards, seeds=self.seeds)
+        return Row(self.reward, self.procedure, found.value, found.low, found.high, found.coverage, self.n)
+
+
+def weighted_best_of_n(sampled: EvaluationSamples, ns: Sequence[int]) -> Tensor:
+    """Weighted sum ``sum_i w_i BoN_i`` per prompt over the rewards that apply to it, (len(ns), P).
+
+    Each reward chooses its own best of N, as in the training objective ``sum_i w_i R_i``. A diversity reward has its
+    mean for every N. A reward applies to a prompt if it scores one of its samples. NaN where none with a weight does,
+    and where one of them scores fewer than N samples.
+    """
+    picks = {name: "diversity" if is_pairwise(text) else "best" for name, text in sampled.objectives.items()}
+    return torch.stack([_weighted(sampled, n, picks) for n in ns])
+
+
+def summarize(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Row]:
+    """Rows with mean (N = 1) and best-of-N of each reward and, for several rewards, of their weighted sum.
+
+    Rewards with the objective "wor:N" have worst-of-N instead, those with "maj:N" the majority of N, and diversity only
+    its mean. In the weighted sum each reward is used as in its own rows; the procedure is "each of N" if these differ.
+    Samples on which a reward abstains are left out, and prompts with fewer than N others; the sum is over the rewards
+    that apply to a prompt (`weighted_best_of_n`). Without any prompt the row is NaN. Intervals are 95%. Raises
+    UserError if N exceeds the number of samples per prompt.
+    """
+    return [values.row() for values in _values(sampled, ns)]
+
+
+def changes(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> list[Change]:
+    """Rows of `summarize` before and after training. A weighted sum is compared where the same rewards apply."""
+    found = []
+    for old, new in zip(_values(before, ns), _values(after, ns), strict=True):
+        both = torch.zeros(0, dtype=torch.bool)
+        if old.applies.shape == new.applies.shape:
+            both = (old.applies == new.applies).all(0) & ~(new.per_prompt - old.per_prompt).isnan()
+        value = (new.per_prompt[both].mean() - old.per_prompt[both].mean()).item() if both.any() else math.nan
+        found.append(Change(old.row(), new.row(), value, int(both.sum())))
+    return found
+
+
+def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:
+    picks = {name: _pick(text) for name, text in sampled.objectives.items()}
+    for name, rewards in sampled.rewards.items():
+        scored = ~rewards.isnan()
+        for n in ns:
+            if n == 1 or picks[name] != "diversity":
+                values = _picked(sampled, name, n, picks[name])
+                yield _Values(
+                    name, _procedure(picks[name], n), values, scored, scored.any(1)[None], None, n, sampled.seeds
+                )
+    if len(sampled.rewards) == 1:
+        return
+    pick = next(iter(picks.values())) if len(set(picks.values())) == 1 else "each"
+    behind = sampled.scored(), torch.stack(list(sampled.applies().values())), sampled.prompts_of_rewards()
+    for n in ns:
+        if n == 1 or pick != "diversity":
+            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind, n, sampled.seeds)
+
+
+def binary_rewards(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
+    """Names of the rewards that are 0 or 1 wherever there is one, in all models that have them."""
+    names = list(dict.fromkeys(name for one in sampled.values() for name in one.rewards))
+    return [name for name in names if all(_is_binary(s.rewards[name]) for s in sampled.values() if name in s.rewards)]
+
+
+def _is_binary(rewards: Tensor) -> bool:
+    known = rewards[~rewards.isnan()]
+    return len(known) > 0 and bool(((known == 0) | (known == 1)).all())
+
+
+def _procedure(pick: str, n: int) -> str:
+    return "mean" if n == 1 else f"each of {n}" if pick == "each" else f"{pick}-of-{n}"
+
+
+def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str, float]:
+    """Numbers of `summarize`, without intervals, and lengths, as trackers get them.
+
+    TRL's names where it has them: eval_reward (the weighted sum), eval_rewards/NAME/mean, eval_completions/mean_length.
+    Beside them are the procedures: eval_reward_best-of-4, eval_rewards/NAME/best-of-4. NaN without any scored prompt.
+    A number that is not over all prompts and samples has METRIC/prompts and METRIC/samples beside it.
+    """
+    rows = summarize(sampled, ns)
+    if len(sampled.rewards) == 1:
+        weight = sampled.weights[rows[0].reward]
+        rows += [replace(row, reward=WEIGHTED_SUM, value=weight * row.value) for row in rows]
+    found = {}
+    for row in rows:
+        of_n = row.procedure.replace(" ", "-")
+        total = "eval_reward" if of_n == "mean" else f"eval_reward_{of_n}"
+        name = total if row.reward == WEIGHTED_SUM else f"eval_rewards/{row.reward}/{of_n}"
+        found[name] = row.value
+        if row.coverage.lines:
+            found[f"{name}/prompts"] = float(row.coverage.prompts)
+            found[f"{name}/samples"] = float(row.coverage.samples)
+    lengths = sampled.lengths.double()
+    for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
+        found[f"eval_completions/{name}_length"] = value.item()
+    return found
+
+
+def _pick(objective: str) -> str:
+    if is_voted(objective):
+        return "majority"
+    return "diversity" if is_pairwise(objective) else "worst" if objective.startswith("wor:") else "best"
+
+
+def _picked(sampled: EvaluationSamples, name: str, n: int, pick: str) -> Tensor:
+    """Best-of-n, worst-of-n or the majority of n of a reward, or for diversity its mean for every n, (P,)."""
+    if pick == "majority":
+        return voted(sampled, name, n)
+    n = 1 if pick == "diversity" else n
+    of_n = partial(worst_of_n if pick == "worst" else best_of_n, ns=[n])
+    return over_present(lambda rewards: of_n(rewards)[0], sampled.rewards[name], fewest=n)
+
+
+def voted(sampled: EvaluationSamples, name: str, n: int) -> Tensor:
+    """Reward of the response that the majority of n samples chooses, (P,)."""
+    return over_present(MajorityVote(n, "unbiased").value, sampled.votes(name), fewest=n)
+
+
+def _weighted(sampled: EvaluationSamples, n: int, picks: Mapping[str, str]) -> Tensor:
+    """Weighted sum, (P,), of the rewards that apply to a prompt."""
+    applies = sampled.applies()
+    values = {name: sampled.weights[name] * _picked(sampled, name, n, picks[name]) for name in applies}
+    parts = [values[name].where(there, 0.0) for name, there in applies.items()]
+    return torch.stack(parts).sum(0).masked_fill(~torch.stack(list(applies.values())).any(0), math.nan)
+
+
+def format_numbers(value: float, low: float, high: float, gap: str = " ") -> str:
+    """``0.1234 [0.1201, 0.1270]``; no brackets without an interval, and "-" for NaN."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}" if math.isnan(low) else f"{value:.4f}{gap}[{low:.4f}, {high:.4f}]"
+
+
+def format_interval(row: Row, gap: str = " ") -> str:
+    """``-0.1234 [-0.1301, -0.1170]``; no brackets without an interval, and "-" for NaN.
+
+    ``(19 of 20 prompts, 303 of 320 samples)`` follows if these are not all. ``gap`` is between the parts.
+    """
+    lines = row.coverage.lines
+    if gap != "\n" and lines:
+        lines = [f"({', '.join(lines)})"]
+    return gap.join([format_numbers(row.value, row.low, row.high, gap), *lines])
+
+
+def format_change(change: Change, gap: str = " ") -> str:
+    """``+0.0123``, or "-" without a prompt that has both values; their number follows if it is not that of all."""
+    if math.isnan(change.value):
+        return "-"
+    some, every = change.prompts, change.after.coverage.of_prompts
+    note = f"\n{some} of {every}\nprompts" if gap == "\n" else f"{gap}({some} of {every} prompts)"
+    return f"{change.value:+.4f}" + note * (some < every)
+
+
+def before_after_table(
+    before: EvaluationSamples,
+    after: EvaluationSamples,
+    ns: Sequence[int] = (1, 4),
+    recorded: Recorded | None = None,
+) -> Table:
+    """Table of each reward and procedure before and after training, with 95% intervals over prompts.
+
+    ``recorded``: figures of other models, for a single reward, in a column of their own. Raises UserError if N exceeds
+    the number of samples per prompt.
+    """
+    found = changes(before, after, ns)
+    binary = binary_rewards({"before": before, "after": after})
+    title = f"before and after training ({after.size}, 95% intervals)"
+    headings = ["reward", "procedure", "before", "after", "change"]
+    if recorded is not None:  # no room for the reward in 80 columns
+        (name,) = after.rewards
+        title = f"{name}, trained for {after.objectives[name]} ({after.size}, 95% intervals)"
+        headings = [*headings[1:], recorded.label]
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, caption_justify="left")
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading != "reward")
+    previous = None
+    for change in found:
+        # Put intervals below values and objectives below rewards, to fit 80 columns.
+        row = change.after
+        name = f"{row.reward}\n{after.objectives.get(row.reward, '')}" if row.reward != previous else ""
+        cells = [name, row.heading(binary=row.reward in binary)]
+        cells += [format_interval(change.before, "\n"), format_interval(row, "\n"), format_change(change, "\n")]
+        if recorded is not None:
+            cells = [*cells[1:], format_numbers(*recorded.values.get(row.n, (math.nan,) * 3), "\n")]
+        table.add_row(*map(Text, cells))
+        previous = row.reward
+    if recorded is not None:
+        table.caption = f"{recorded.label}: {recorded.about}"
+    return table
+
+
+# --- figures of GRPO, recorded once, to be shown beside those of a run ----------------------------------------------
+
+
+RECORDED = "maze-grpo.json"
+Interval = tuple[float, float, float]  # value, low, high
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """pass@k of models that were trained once: value and 95% interval for each k, and how they were made."""
+
+    label: str
+    about: str
+    values: Mapping[int, Interval]
+
+
+def recorded_for(config: Mapping[str, Any]) -> Recorded | None:
+    """Return the recorded figures that may be compared with a run of this configuration, as a dictionary.
+
+    None unless the run trains the same model from the same weights, and evaluates it on the same prompts with the same
+    reward.
+    """
+    content = json.loads((files("nlgrpo.data") / "assets" / RECORDED).read_text("utf-8"))
+    if any(value_of(config, key) != value for key, value in content["same"].items()):
+        return None
+    rewards = config.get("rewards")
+    rewards = rewards if isinstance(rewards, Mapping) else {}
+    if [value_of(rewards, f"{name}.function") for name in rewards] != [content["reward"]]:
+        return None
+    values = {int(k): (value, low, high) for k, (value, low, high) in content["pass_at_k"].items()}
+    return Recorded(content["label"], content["about"], values)
+
+
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """Value of a key such as ``"model.path"``; None if the configuration, read from a file, does not have it."""
+    section, _, name = key.partition(".")
+    found = config.get(section)
+    return found.get(name) if isinstance(found, Mapping) else None

@@ -1,0 +1,354 @@
+"""The HTML report and the figures of complete, unfinished and damaged run folders, parsed as by a browser."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from nlgrpo.apps.report import figures
+from nlgrpo.apps.report.compare import compare
+from nlgrpo.apps.report.figures import Style
+from nlgrpo.apps.report.html_page import SCRIPT
+from nlgrpo.apps.report.report import write_report
+from nlgrpo.apps.report.run_loader import length_targets
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
+from nlgrpo.estimators import best_of_n
+from nlgrpo.training import run_folder
+
+EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
+VOID = {"meta", "img", "source", "br", "link"}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Build every figure but skip rendering, which takes seconds."""
+
+    def picture(draw):
+        assert draw().axes
+        assert draw(narrow=True).axes
+        return figures.Picture(b"not drawn", "<svg/>", "<svg/>")
+
+    monkeypatch.setattr(figures, "picture", picture)
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text, and checks that all tags are closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.urls, self.text, self.open = [], [], "", []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.urls += [value for name, value in attrs if name in ("src", "srcset", "href", "data", "action")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID | {"td", "th"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("td", "th"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def sampled(mode=10, objective="bon:4", text="a story", prompts=8, n=16, seed=0, left_out=()):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (mode + 3 * torch.randn(prompts, n, generator=generator)).round().long().clamp(1, 32)
+    rewards = {name: -(((lengths - t) / 32).float() ** 2) for name, t in (("short", 8), ("long", 24))}
+    names = dict.fromkeys(rewards, objective)
+    weights = dict.fromkeys(rewards, 0.5)
+    shown = [f"prompt {text}"], [[f"completion {text}"] * n]
+    return EvaluationSamples(rewards, lengths, names, weights, 32, *shown, left_out=dict(left_out))
+
+
+def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"), text="a story", **options):
+    folder.mkdir(parents=True)
+    config = {"rewards": [{"function": "length(target=8, scale=32)"}, {"function": "length(scale=32, target=24.5)"}]}
+    (folder / "config.json").write_text(json.dumps({**config, "note": text}))
+    names = ("rewards/short/mean", "rewards/long/mean", "objective/short", "kl", "completions/mean_length")
+    lines = [{"step": step, **{name: math.sin(step + i) for i, name in enumerate(names)}} for step in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = {when: sampled(mode, objective, text, **options) for when, mode in (("before", 20), ("after", 10))}
+    if evaluated:
+        write_evaluation(folder, **{when: made[when] for when in evaluated})
+    return folder
+
+
+PICTURES = ("lengths", "curves", "rewards", "best_of_n", "win_rates")  # of one run
+
+
+def test_report_is_one_file_that_loads_nothing(tmp_path, undrawn):
+    path = write_report(make_run(tmp_path / "run", text=EVIL))
+    text = path.read_text("utf-8")
+    page = Page(text)
+    assert path == tmp_path / "run" / "report.html"
+    assert page.urls
+    assert all(url.startswith(("data:", "#")) for url in page.urls)
+    assert not {"iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<script>alert(1)</script>" in page.text  # escaped: the completion is shown as text
+    assert page.tags.count("img") == 5
+    assert "viewport" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
+    run = make_run(tmp_path / "run")
+    page = Page(write_report(run).read_text("utf-8"))
+    svgs = [
+        base64.b64decode(url.split(",")[1]).decode()
+        for url in page.urls
+        if url.startswith("data:image/svg+xml;base64,")
+    ]
+    assert len(set(svgs)) == 4 * len(PICTURES)  # wide and narrow, light and dark
+    for svg in svgs:
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+        assert ("#161b22" in svg) != ("#ffffff" in svg)
+    for name in PICTURES:
+        with Image.open(run / f"{name}.png") as image:
+            image.load()
+            assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
+
+
+def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
+    run = make_run(tmp_path / "run", left_out={"dropped as too long": 3})
+    text = Page(write_report(run).read_text("utf-8")).text
+    assert "evaluated on 8 prompts x 16 samples; 3 dropped as too long" in text
+    for mode in (20, 10):
+        for values in sampled(mode).rewards.values():
+            for row in best_of_n(values, [1, 4]).mean(1):
+                assert f"{row:.4f}" in text
+    assert "weighted sum" in text
+    assert "bon:4" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "pictures"),
+    [
+        ({"evaluation.json": None}, "evaluation.json is missing", 1),
+        ({"evaluation.json": '{"before": {"rew'}, "evaluation.json cannot be read", 1),
+        ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
+        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 logged steps", 4),
+        ({"config.json": "{"}, "config.json cannot be read", 5),
+        ({"config.json": None}, "config.json or config.toml is missing", 5),
+        ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
+    ],
+)
+def test_report_of_a_killed_run_lists_what_is_missing(tmp_path, undrawn, spoil, message, pictures):
+    run = make_run(tmp_path / "run")
+    for name, text in spoil.items():
+        (run / name).unlink() if text is None else (run / name).write_text(text)
+    page = Page(write_report(run).read_text("utf-8"))
+    assert message in page.text
+    assert page.tags.count("img") == pictures
+
+
+def test_report_before_training_has_finished(tmp_path, undrawn):
+    page = Page(write_report(make_run(tmp_path / "run", evaluated=("before",))).read_text("utf-8"))
+    assert "There is no evaluation after training yet." in page.text
+    assert "trained" not in page.text
+
+
+def test_report_with_abstentions_and_a_single_sample_per_prompt(tmp_path, undrawn):
+    run = make_run(tmp_path / "run", n=1)
+    silent = sampled(n=1)
+    silent.rewards["long"][:] = math.nan
+    write_evaluation(run, before=silent, after=silent)
+    page = Page(write_report(run).read_text("utf-8"))
+    assert "best-of" not in page.text
+    assert "+nan" not in page.text
+
+
+def test_folders_that_are_not_runs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has none of config\.json"):
+        write_report(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(ValueError, match="is not a folder"):
+        compare([tmp_path / "absent"], tmp_path / "out.png")
+
+
+def test_a_run_that_restarts_removes_its_report(tmp_path, undrawn):
+    folder = make_run(tmp_path / "run")
+    write_report(folder)
+    assert len(list(folder.glob("*.png"))) == len(PICTURES)
+    run_folder._clear(folder, run_folder.WRITTEN)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_toml_config_is_shown(tmp_path, undrawn):
+    run = make_run(tmp_path / "run")
+    (run / "config.json").unlink()
+    (run / "config.toml").write_text('[reward]\nfunction = "length(target=12)"\n')
+    assert "length(target=12)" in Page(write_report(run).read_text("utf-8")).text
+
+
+def test_length_targets_are_found_anywhere():
+    config = {
+        "a": [{"f": "length(target=50, scale=256)"}, "m:strength(target=3)"],
+        "b": {"c": "length( scale=1, target = 150.5)"},
+    }
+    assert length_targets(config) == [50, 150.5]
+    assert length_targets({"n": 3, "f": "lexicon(path='target=3')", "g": None}) == []
+
+
+def heights(figure, axes=0):
+    """Filled histograms of a figure: (edges, values) of each."""
+    patches = [p for p in figure.axes[axes].patches if isinstance(p, mpl.patches.StepPatch) and p.get_fill()]
+    return [(p.get_data().edges, p.get_data().values) for p in patches]
+
+
+@pytest.mark.parametrize("longest", [7, 32, 64, 100, 256])
+def test_length_histogram_counts_every_completion_and_is_a_density(longest):
+    data = sampled()
+    data.lengths, data.max_length = (
+        torch.arange(longest + 1).repeat(8, 1),
+        longest,
+    )  # 0, which counts as 1, to longest
+    edges, values = heights(figures.lengths({"before": data}, {"before": Style()}, []))[0]
+    assert (values * np.diff(edges)).sum() == pytest.approx(100)
+    assert edges[-1] == longest + 0.5
+    assert values[1:] == pytest.approx(np.full(len(values) - 1, 100 / (longest + 1)))
+    assert 1 <= len(values) <= 40
+
+
+def test_length_targets_are_lines_in_the_figure():
+    models = {"reference": sampled(20), "trained: bon:4": sampled(10)}
+    looks = dict(zip(models, (Style(), figures.series_style(0)), strict=True))
+    axes = figures.lengths(models, looks, [8.0, 24.0]).axes[0]
+    assert [line.get_xdata()[0] for line in axes.lines] == [8, 24]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["reference", "trained: bon:4", "length targets"]
+    assert "tokens" in axes.get_xlabel()
+
+
+def test_curves_are_the_logged_values_and_missing_ones_are_labelled():
+    logged = [{"step": 3 * i, "kl": float(i), "rewards/a/b/mean": None} for i in range(5)]
+    axes = figures.curves({"run": logged}, {}).axes
+    assert axes[2].lines[0].get_xydata().tolist() == [[3.0 * i, i] for i in range(5)]
+    assert [axes[i].texts[0].get_text() for i in (0, 1, 3)] == ["not logged"] * 3
+    constant = figures.curves({"run": [{"step": i, "kl": 2.0} for i in range(100)]}, {}).axes[2]
+    assert constant.lines[1].get_ydata() == pytest.approx(np.full(100, 2.0))  # the moving average, also at its ends
+
+
+def test_objective_labels():
+    assert figures.objective_label(sampled(objective="mean")) == "mean (GRPO)"
+    assert figures.objective_label(sampled(objective="soft:0.1")) == "soft:0.1"
+    mixed = sampled()
+    mixed.objectives["long"] = "mean"
+    assert figures.objective_label(mixed) == "short bon:4, long mean"
+
+
+def test_compare_draws_and_prints_best_of_n_rewards(tmp_path, capsys, monkeypatch):
+    drawn = []
+    draw = figures.comparison
+    monkeypatch.setattr(figures, "comparison", lambda *a: drawn.append(draw(*a)) or drawn[-1])
+    runs = [make_run(tmp_path / "bon"), make_run(tmp_path / "grpo", "mean", seed=1)]
+    out = compare(runs, tmp_path / "new" / "overlay.png")
+    with Image.open(out) as image:
+        assert image.size == (1650, 630)
+    right = drawn[0].axes[1]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["reference", "bon:4", "mean (GRPO)"]
+    assert len(heights(drawn[0])) == 3
+    ns = [1, 2, 4, 8, 16]
+    truth = sum(0.5 * best_of_n(values, ns).mean(1) for values in sampled(10).rewards.values())
+    assert right.lines[1].get_xydata() == pytest.approx(np.stack([ns, truth.numpy()], axis=1))
+    printed = capsys.readouterr().out
+    assert all(f"{value:.4f}" in printed for value in truth)
+    assert "mean (GRPO)" in printed
+
+
+def test_compare_distinguishes_runs_of_one_objective_and_limits_n_to_the_samples(tmp_path, capsys):
+    runs = [make_run(tmp_path / "one", n=5), make_run(tmp_path / "two", n=6)]
+    assert compare(runs, tmp_path) == tmp_path / "compare.png"
+    printed = capsys.readouterr().out
+    assert "bon:4 · one" in printed
+    assert "bon:4 · two" in printed
+    assert re.findall(r"^ +(\d+)  ", printed, flags=re.MULTILINE) == 2 * ["1", "2", "4"]  # values, then differences
+
+
+def test_compare_distinguishes_runs_of_one_name_and_shows_a_run_once(tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / "a" / "run"),
+        make_run(tmp_path / "b" / "run", seed=1),
+        make_run(tmp_path / "c" / "run"),
+    ]
+    compare([*runs, tmp_path / "a" / "." / "run"], tmp_path)
+    printed = capsys.readouterr().out
+    labels = {line.strip() for line in re.findall(r"bon:4 · [\w/]+", printed)}
+    assert labels == {"bon:4 · run", "bon:4 · b/run", "bon:4 · c/run"}
+
+
+def test_compare_refuses_other_rewards_of_the_same_names(tmp_path):
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "three", "four")]
+    for folder, target, scale in zip(runs, (3, 4, 3, 3), (1.0, 1.0, 2.0, 1.0), strict=True):
+        written = (f"length(target={target}, scale=9)", f"length(scale=9.0,  target={target}.0)")[folder.name == "four"]
+        reward = {"function": written, "scale": scale}
+        (folder / "config.json").write_text(json.dumps({"rewards": {"short": reward, "long": reward}}))
+    with pytest.raises(ValueError, match=r"of .*two is .*target=4.*of .*one .*target=3.*only runs with"):
+        compare(runs[:2], tmp_path)
+    with pytest.raises(ValueError, match=r"three is .*'scale': 2"):
+        compare([runs[0], runs[2]], tmp_path)
+    compare([runs[0], runs[3]], tmp_path)  # the same reward in another notation
+
+
+def test_compare_explains_why_a_run_cannot_be_compared(tmp_path):
+    unmeasured = make_run(tmp_path / "run", evaluated=())
+    (unmeasured / "config.json").write_text(json.dumps({"evaluation": {"prompts": 0}}))
+    with pytest.raises(
+        ValueError, match=r"prompts = 0; run `nlgrpo evaluate .*run --evaluation.prompts 64` to evaluate"
+    ):
+        compare([unmeasured], tmp_path)
+    silent = make_run(tmp_path / "silent")
+    model = sampled()
+    model.rewards["long"].fill_(math.nan)
+    write_evaluation(silent, before=sampled(), after=model)
+    with pytest.raises(
+        ValueError,
+        match=r"no prompt has a weighted sum that .* Of 8 prompts, the rewards score short on 8, long on [80], and",
+    ):
+        compare([silent], tmp_path)
+
+
+def test_compare_refuses_what_it_cannot_compare(tmp_path):
+    good = make_run(tmp_path / "good")
+    half = make_run(tmp_path / "half", evaluated=("before",))
+    with pytest.raises(
+        ValueError, match=r"half has no evaluation after training; run the command that started it again"
+    ):
+        compare([good, half], tmp_path)
+    with pytest.raises(ValueError, match=r"evaluation\.json is missing.*resume"):
+        compare([good, make_run(tmp_path / "none", evaluated=())], tmp_path)
+    other = make_run(tmp_path / "other")
+    weighted = sampled()
+    weighted.weights["long"] = 0.1
+    write_evaluation(other, before=weighted, after=weighted)
+    with pytest.raises(ValueError, match="same rewards and weights"):
+        compare([good, other], tmp_path)
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    write_evaluation(evaluation, reference=sampled(), model=sampled())
+    with pytest.raises(ValueError, match="evaluation is not a run; use `nlgrpo report`"):
+        compare([good, evaluation], tmp_path)
+    with pytest.raises(ValueError, match="no runs to compare"):
+        compare([], tmp_path)
+    with pytest.raises(ValueError, match=r"\.png, \.pdf or \.svg"):
+        compare([good], tmp_path / "x.docx")
