@@ -5,7 +5,7 @@ affects all of them alike and one side's memory does not raise another's peak. `
 ops' tests run before anything is timed, and results and gradients of the sides must agree: timing two different
 computations would be meaningless.
 
-The floor is the minimum work divided by the best rate: that of the data sheet for a GPU in `nlgrpo.runtime.gpus`,
+The floor is the minimum work divided by the best rate: that of the data sheet for a GPU in `nlgrpo.runtime.device`,
 otherwise the rate of a large copy or product measured in the same run. Shares above 100% are possible if the arguments
 fit in a cache.
 """
@@ -26,7 +26,7 @@ import torch
 from common import MIB, RESULTS, installed, machine, one_line, save
 from kernels_side import PLAIN, Case, child, measure_floor
 
-from nlgrpo.runtime import gpus
+from nlgrpo.runtime.device import gpu_of_device
 
 TESTS = Path(__file__).parents[1] / "tests" / "kernels"
 FLOOR = "floor"  # name of the process that measures the floor
@@ -114,7 +114,7 @@ def floors(case: Case, rate: float) -> dict[str, float]:
 
 def published(case: Case, device: str) -> tuple[float, str] | None:
     """Return the GPU's rate from its data sheet and the source, or None if it is not listed."""
-    gpu = None if device == "cpu" else gpus.of_device(torch.cuda.get_device_name())
+    gpu = None if device == "cpu" else gpu_of_device(torch.cuda.get_device_name())
     if gpu is None or (case.unit == "FLOP" and case.dtype not in (torch.bfloat16, torch.float16)):
         return None
     return gpu.flops if case.unit == "FLOP" else gpu.bandwidth, "from the data sheet"

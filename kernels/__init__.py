@@ -48,8 +48,7 @@ def _leave_the_name() -> None:
 if __name__ == "kernels":
     _leave_the_name()
 else:
-    from . import ecdf
-    from .blocks import rms_norm, swiglu
+    from .blocks import rms_norm, rotate_queries_and_keys, swiglu
     from .branches import Branches, branch_attention
     from .decode import BlockWeights, decode_block, sample_tokens
     from .linear import linear
@@ -60,9 +59,7 @@ else:
     from .policy_loss import policy_loss, policy_loss_with_statistics
     from .recompute import recomputed
     from .reference import split_and_rotate
-    from .rotary import rotate_queries_and_keys
-    from .segments import Segments
-    from .shared_keys import keys_of_segments
+    from .segments import Segments, keys_of_segments
 
     __all__ = [
         "BlockWeights",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .blocks import rotate_queries_and_keys
 from .dispatch import use_cpp
-from .rotary import rotate_queries_and_keys
 
 
 class Slots(NamedTuple):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .linear import linear, times_weight
-from .sharded import gathered
 
 IGNORE = -100
 # Size of a block of logits: 32 MiB on a CPU; on a GPU 4,096 tokens of a vocabulary of 151,936 (Qwen) in bfloat16.
@@ -130,3 +129,22 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total), b.to(total), beta=beta)
+
+
+def gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a sharded parameter (a DTensor) gathered and in ``dtype``; other parameters unchanged.
+
+    Each rank computes a gradient of the full parameter from its own tokens. The parameter gets their mean, as under
+    FSDP2.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial  # the import takes a second, so only if needed
+
+    assert isinstance(parameter, DTensor)
+    mesh, sharded = parameter.device_mesh, parameter.to(dtype)
+    assert isinstance(sharded, DTensor)
+    full = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda grad: grad / mesh.size())
+    return full

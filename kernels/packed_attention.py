@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import packed_attention_torch
 from .dispatch import use_cpp
 from .segments import Segments
 
@@ -45,6 +44,8 @@ def packed_attention(
     if sum(segments.lengths) != len(qkv):
         raise ValueError(f"the sequence lengths add up to {sum(segments.lengths)}, but there are {len(qkv)} tokens")
     if not use_cpp(impl, "packed_attention", qkv, *(rope or ()), differentiable=True):
+        from . import packed_attention_torch
+
         return packed_attention_torch.packed_attention(qkv, rope, segments, heads, scale, window)
     cos, sin = rope or (None, None)
     return cast(Tensor, _Compiled.apply(qkv, cos, sin, segments.tensor, window or 0, scale, heads))

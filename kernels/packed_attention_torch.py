@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .dispatch import is_cpu
 from .reference import split_and_rotate
-from .segments import Segments
-from .shared_keys import keys_of_segments
+from .segments import Segments, keys_of_segments
 
 
 def packed_attention(

@@ -12,7 +12,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .running_sums import running_sums
+BLOCK = 256  # numbers that are summed by a product with a triangle of ones
+
+
+def running_sums(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Cumulative sums over the last dimension, in ``dtype`` (by default that of ``x``): ``x.cumsum(-1, dtype=dtype)``.
+
+    In deterministic mode on a GPU they are sums by blocks, in one order; there an infinity or a NaN makes the results
+    from the beginning of its block on NaN. Differentiable.
+    """
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sums_by_blocks(x if dtype is None else x.to(dtype))
+    return x.cumsum(-1, dtype=dtype)
+
+
+def sums_by_blocks(x: Tensor) -> Tensor:
+    """Cumulative sums by products: within blocks of `BLOCK` numbers, plus those of the blocks before."""
+    n = x.shape[-1]
+    if n == 0:
+        return x
+    size = min(n, BLOCK)
+    blocks = F.pad(x, (0, -n % size)).unflatten(-1, (-1, size))
+    within = blocks @ torch.ones(size, size, dtype=x.dtype, device=x.device).triu()
+    if blocks.shape[-2] > 1:
+        totals = sums_by_blocks(within[..., -1])
+        within = within + F.pad(totals[..., :-1], (1, 0))[..., None]
+    return within.flatten(-2)[..., :n]
+
 
 # exp(20) = 5e8. A ratio that far from 1 means that something is broken upstream. With the clamp, the loss and the norm
 # of its gradient stay finite in float32. It is one-sided, as exp of a very negative number is a harmless 0.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .dispatch import requires_grad
 
 
 class Group(NamedTuple):
@@ -161,3 +164,32 @@ def spans(firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:
 def _starts(lengths: Sequence[int]) -> list[int]:
     """Where each of the parts of ``lengths`` begins, and where the last one ends."""
     return list(itertools.accumulate(lengths, initial=0))
+
+
+def keys_of_segments(x: Tensor, segments: Segments) -> Tensor:
+    """Rows (K, ..) that the segments attend to, segment by segment, from ``x (T, ..)``: of its prefix, then its own.
+
+    Equal to ``x[segments.key_index(x.device)]``. The gradient of a token of a prefix is the sum over its copies, added
+    in one order: no atomic additions, and no sort as in the gradient of indexing. Differentiable once.
+    """
+    if requires_grad(x):
+        copied: Tensor = _Copied.apply(x, segments)
+        return copied
+    return x.index_select(0, segments.key_index(x.device))
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return x.index_select(0, segments.key_index(x.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        own, copied = ctx.segments.key_sources(grad.device)
+        total = grad.index_select(0, own)
+        for tokens, copies in copied:
+            of_tokens = grad.index_select(0, copies.flatten()).unflatten(0, copies.shape)
+            total.index_copy_(0, tokens, of_tokens.sum(1))
+        return total, None

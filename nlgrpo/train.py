@@ -11,16 +11,15 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo import errors
-from nlgrpo.apps.plan import table
 from nlgrpo.config import command_line
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.engine.backends.base import PolicyEngine
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.objectives.advantages import subtract_baseline
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.runtime import cpu_threads, host_memory
@@ -32,16 +31,18 @@ from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.divergence import Diverged
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every
-from nlgrpo.training import offline
 from nlgrpo.training.build import build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.rollouts import Rollouts
 from nlgrpo.training.run import Run
 from nlgrpo.training.tracking import terminal
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+    from nlgrpo.training.offline import OfflineSamples
 
 
 def train(run: Run, learner: Learner, rollouts: Rollouts, stop: StopSignal, log: MetricsLogger) -> bool:
@@ -97,6 +98,8 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
         dropped = ~scored[groups.own]
     other = None
     if run.samples is not None:                                  # loss.jeffreys: the best of the reference's samples
+        from nlgrpo.training import offline
+
         chosen = run.samples.choose(progress.cursor, cfg.rollout.prompts, ranks)
         other  = partial(offline.add_likelihood, learner, chosen)
     stats   = learner.update(
@@ -120,6 +123,8 @@ def online_step(run: Run, learner: Learner, rollouts: Rollouts, log: MetricsLogg
 
 def offline_step(run: Run, samples: OfflineSamples, learner: Learner, log: MetricsLogger) -> None:
     """One step of BoN-SFT, DPO, IPO or BoNBoN."""
+    from nlgrpo.training import offline
+
     cfg, progress, step = run.config, run.progress, run.progress.step
     clock  = Clock(run.ranks.device, step)
     clock.phase("choose")
@@ -190,6 +195,8 @@ def launch(cfg: Config, *, dry_run: bool = False) -> None:
 
 
 def _launch(cfg: Config, ranks: Ranks, stop: StopSignal, dry_run: bool) -> None:
+    from nlgrpo.apps.plan import table
+
     console = terminal.output(quiet=not ranks.first)
     seed_everything(cfg.train.seed + ranks.rank)
     if note := cpu_threads.use(cfg.run, ranks, restart=cfg.train.restart):

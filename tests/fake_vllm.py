@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine import generation
 from nlgrpo.engine.backends import vllm_worker
 from nlgrpo.engine.backends.servers import VLLMServers

@@ -4,27 +4,227 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import tyro
 
-from nlgrpo.config.data_config import DataConfig
-from nlgrpo.config.environment_config import EnvironmentConfig
-from nlgrpo.config.optim_config import OptimConfig
-from nlgrpo.config.vllm_config import VLLMConfig
 from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
 from nlgrpo.runtime.supervision.divergence import DivergenceConfig
 from nlgrpo.runtime.supervision.phases import Limits
+
+
+def _table(words: Sequence[str]) -> dict[str, Any]:
+    """Read a table from the command line."""
+    value = json.loads(words[0])
+    if not isinstance(value, dict):
+        raise UserError("expected a JSON object")
+    return value
+
+
+Table = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_table,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""A table with any keys: in TOML ``{key = value}``, on the command line ``'{"key": value}'``."""
+
+
+@dataclass
+class DataConfig:
+    source: str = "story-prompts"
+    """A .jsonl, .json, .parquet, .csv or .txt file (.gz too), a `datasets` name, or the embedded "story-prompts"."""
+    mixture: Table = field(default_factory=dict)
+    """Several sources and their weights, instead of `source`: {"math.jsonl" = 3, "chat.jsonl" = 1}. In place of a
+    weight, a table can set other keys of this section: {weight = 3, prompt_column = "problem"}."""
+    streaming: bool = False
+    """Read the prompts while the run visits them, for sources that are too large for memory."""
+    shuffle_buffer: int = 10_000
+    """Streaming only: number of examples among which the next one is drawn, instead of shuffling all."""
+    evaluation: str = ""
+    """Evaluation prompts, in the same formats as `source`. Empty: the last prompts of `source` are held out. Training
+    prompts that are also evaluation prompts are dropped. The evaluation prompts are the same for every seed."""
+    split: str = "train"
+    """Split of a `datasets` name or folder."""
+    evaluation_split: str = ""
+    """Split of `evaluation`. Empty: the same as `split`."""
+    prompt_column: str = "prompt"
+    """Column with a text, or with a conversation (a list of messages, or its JSON) for the model's chat template."""
+    template: str = "{prompt}"
+    """Template that builds the prompt from columns, such as "Question: {question}\\nAnswer:"."""
+    cut_after: str | None = None
+    """Cut the prompt after the last occurrence of this text, such as "\\n\\nAssistant:"."""
+    separator: str | None = None
+    """Text that separates documents in a plain text file. None: one document per line."""
+    first_words: int | None = None
+    """Keep only this many words of the prompt column."""
+    limit: int | None = None
+    """Read only this many examples."""
+    max_prompt_tokens: int | None = None
+    """Drop longer prompts. None: drop prompts that leave no room for a completion in the context."""
+    shuffle: bool = True
+    """Shuffle the prompts in every epoch."""
+    add_bos: bool | None = None
+    """Start each prompt with BOS, once. None: as the tokenizer does."""
+    system_prompt: str | None = None
+    """System message of conversations that have none. A prompt that is a text becomes the user's message after it."""
+    chat: bool = False
+    """Make a conversation of one user message from each prompt that is a text."""
+    chat_template_kwargs: Table = field(default_factory=dict)
+    """Arguments of the chat template: {enable_thinking = false}. A column of this name replaces them per example."""
+    tools: tuple[str, ...] = ()
+    """Tools in the chat template: .json files of schemas, or functions, `file.py:function`. A column `tools` adds
+    others per example."""
+
+
+def buffer_faults(data: DataConfig) -> list[str]:
+    """Find shuffle buffers that no stream uses: one of [data], and those of the sources of a mixture."""
+    tables = {name: table if isinstance(table, dict) else {} for name, table in data.mixture.items()} or {"": {}}
+    shuffled = {
+        name: bool(table.get("streaming", data.streaming)) and bool(table.get("shuffle", data.shuffle))
+        for name, table in tables.items()
+    }
+    advice = "only a shuffled stream has one; set data.streaming = true and data.shuffle = true"
+    faults = [
+        f"data.mixture, {name!r}: shuffle_buffer = {table['shuffle_buffer']!r}: {advice}"
+        for name, table in tables.items()
+        if "shuffle_buffer" in table and not shuffled[name]
+    ]
+    if data.shuffle_buffer != DataConfig().shuffle_buffer and not any(shuffled.values()):
+        faults.append(f"data.shuffle_buffer = {data.shuffle_buffer}: {advice}")
+    return faults
+
+
+@dataclass
+class EnvironmentConfig:
+    """An environment of the library `verifiers`: conversations in which it answers the policy, and rates it."""
+
+    id: str = ""
+    """Name of an installed environment, as for `verifiers.load_environment`. It gives the prompts, instead of
+    `data.source`; the reward `environment()` is its own. rollout.max_new_tokens limits each answer of the policy."""
+    args: Table = field(default_factory=dict)
+    """Arguments of the environment: {max_turns = 2}."""
+    renderer: Table = field(default_factory=dict)
+    """Options of the library `renderers`, which turns messages into tokens: {name = "qwen3"}. Without a name: that of a
+    model it knows, else the model's chat template, and {tool_parser = "qwen3"} reads tool calls."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of a whole conversation. None: the context of the model."""
+    retries: int = 0
+    """How often a conversation is repeated whose environment fails for a reason that `verifiers` calls temporary."""
+    timeout: float = 600.0
+    """Seconds after which an environment that does nothing counts as hung, and the run stops."""
+
+
+@dataclass
+class OptimConfig:
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """AdamW, or Muon for the weight matrices of the blocks and AdamW for all other parameters (embeddings, head, norms,
+    biases, scalar heads). TRL and transformers call this key `optim`."""
+    lr: float = 1e-6
+    """Learning rate of all parameters. With Muon too, if adjust_lr_fn is match_rms_adamw."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Training steps over which the learning rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW and Muon; none for norms and biases."""
+    max_grad_norm: float = 1.0
+    """Maximum gradient norm, by clipping. 0: no clipping."""
+    skip_grad_norm: float | None = None
+    """Leave out an optimizer step whose gradient norm, before clipping, is above this number or not finite. None: no
+    step is left out; a norm that is not finite ends the run."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    nesterov: bool = True
+    """Muon's Nesterov momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations with which Muon orthogonalizes a matrix."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of Muon's learning rate for a matrix (A, B), as in torch.optim.Muon. match_rms_adamw: 0.2 sqrt(max(A, B)),
+    with which updates are about as large as AdamW's, so that both have one learning rate; original:
+    sqrt(max(1, A / B))."""
+
+    def skips(self, norm: float) -> bool:
+        """Whether the optimizer step of a gradient with this norm is left out."""
+        return self.skip_grad_norm is not None and not norm <= self.skip_grad_norm
+
+    @property
+    def description(self) -> str:
+        """Name of the optimizer and its learning rate, for the plan of a run."""
+        names = {
+            "adamw": "AdamW",
+            "muon": f"Muon for the matrices of the blocks (momentum {self.momentum:g}, {self.ns_steps} Newton-Schulz "
+            f"steps, learning rate times {self.adjust_lr_fn}), AdamW for the rest",
+        }
+        return f"learning rate {self.lr:g}, {self.schedule} schedule; {names[self.algorithm]}"
+
+
+LONGEST = 1200.0  # seconds; PyTorch ends a process that waits for others for half an hour
+
+
+@dataclass
+class VLLMConfig:
+    """vLLM, if rollout.engine = "vllm"."""
+
+    servers: tuple[str, ...] = ()
+    """URLs of vLLM servers, such as "http://node7:8000". Prompts are spread over them by load. Empty: vLLM runs in the
+    processes of the trainer."""
+    transfer: Literal["directory", "nccl", "ipc"] = "directory"
+    """How servers get the weights: from a directory on a shared disk, or by vLLM's weight transfer over NCCL (other
+    GPUs) or CUDA IPC (the same GPUs)."""
+    folder: str = ""
+    """Directory for the weights. Empty: the run's folder."""
+    timeout: float = 600.0
+    """Seconds that a server may take for the completions of a prompt, and that all servers may be unreachable."""
+    tensor_parallel: int = 1
+    """Ranks that share one engine, which has a part of each weight on each of them."""
+    gpu_memory: float = 0.4
+    """Share of a GPU's memory for the engine, with its weights and KV cache."""
+    sleep: bool = True
+    """On a GPU: give that memory back during the update."""
+    adapters: bool = True
+    """With LoRA: give the engine the adapters, if it supports them for the model. false: merged weights."""
+
+    def faults(self, world: int) -> list[str]:
+        """List the values that do not fit ``world`` ranks."""
+        found = [
+            f"vllm.servers: {url!r} is not a URL such as 'http://node7:8000'"
+            for url in self.servers
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname
+        ]
+        if self.transfer != "directory" and not self.servers:
+            found.append(f"vllm.transfer = {self.transfer!r}: only for vllm.servers")
+        if not self.timeout > 0 or (world > 1 and self.timeout > LONGEST):
+            most = f" and at most {LONGEST:g} with several ranks, which wait for each other" * (world > 1)
+            found.append(f"vllm.timeout = {self.timeout}: allowed is > 0{most}")
+        if not 0 < self.gpu_memory <= 1:
+            found.append(f"vllm.gpu_memory = {self.gpu_memory}: allowed is in (0, 1]")
+        if self.tensor_parallel < 1 or world % self.tensor_parallel:
+            found.append(
+                f"vllm.tensor_parallel = {self.tensor_parallel}: allowed is a divisor of the number of ranks, {world}"
+            )
+        return found
+
 
 PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
 AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections

@@ -13,13 +13,10 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from nlgrpo.calibration import variational
-from nlgrpo.calibration.transforms import parse_transform
-from nlgrpo.config.data_config import DataConfig, buffer_faults
-from nlgrpo.config.schema import Config, LoopConfig, OptimConfig, RewardConfig, dashed
+from nlgrpo.config.schema import Config, DataConfig, LoopConfig, OptimConfig, RewardConfig, buffer_faults, dashed
 from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.objectives import aggregation, importance_sampling, registry
+from nlgrpo.objectives import aggregation, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import secrets, user_code
 from nlgrpo.runtime.profiling import steps_of
@@ -281,6 +278,10 @@ def _engine_faults(config: Config) -> list[str]:
 
 def _correction_faults(config: Config) -> list[str]:
     loss = config.loss
+    if loss.correction == "none":
+        return []
+    from nlgrpo.objectives import importance_sampling
+
     try:
         correction = importance_sampling.parse(loss.correction, loss.correction_level)
     except ValueError as error:
@@ -299,6 +300,9 @@ def _correction_faults(config: Config) -> list[str]:
 
 def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[str]:
     """Faults of a reward with a transform."""
+    from nlgrpo.calibration import variational
+    from nlgrpo.calibration.transforms import parse_transform
+
     beta, own, faults = config.loss.beta, config.calibration, []
     try:
         variational_bon = variational.parse(reward.transform)

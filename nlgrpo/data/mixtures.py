@@ -29,6 +29,10 @@ class MixedPrompts:
     shares: tuple[int, ...]
 
     @property
+    def streamed(self) -> bool:
+        return any(source.streamed for source in self.sources)
+
+    @property
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for source in self.sources for name in source.names))
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from nlgrpo.data.conversations import ChatOptions, answered, text_of
+from nlgrpo.data.conversations import ChatOptions, answered, brief, messages_in, messages_of, text_of
 from nlgrpo.data.encoding import ids_to_score
-from nlgrpo.data.messages import brief, messages_in, messages_of
 from nlgrpo.data.sources import Row, nearest, read
 from nlgrpo.errors import UserError
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nlgrpo.data.conversations import ChatOptions, Prompt
-from nlgrpo.data.messages import brief
-from nlgrpo.data.prompt_encoding import Example, encode_examples
+from nlgrpo.data.conversations import ChatOptions, Prompt, brief
+from nlgrpo.data.encoding import Example, encode_examples
 from nlgrpo.data.prompt_templates import PromptMaker
 from nlgrpo.data.sources import RESERVED, Row, read
 from nlgrpo.errors import UserError
@@ -46,6 +45,10 @@ class Batch:
 
 class Prompts(Protocol):
     """What a training run needs of its prompts."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether some of the prompts are read while the run visits them."""
 
     @property
     def names(self) -> list[str]:
@@ -116,6 +119,10 @@ class PromptSet:
         left_out = f"{self.dropped:,} dropped as too long, {self.unmatched:,} without cut_after"
         left_out += f", {self.shared:,} dropped with a held-out prompt" * (self.shared > 0)
         return f"PromptSet({span}; {left_out})"
+
+    @property
+    def streamed(self) -> bool:
+        return False
 
     @property
     def longest(self) -> int:

@@ -7,8 +7,7 @@ import re
 from string import Formatter
 from typing import Any
 
-from nlgrpo.data.conversations import Prompt
-from nlgrpo.data.messages import EXPECTED, brief, messages_in, messages_of
+from nlgrpo.data.conversations import EXPECTED, Prompt, brief, messages_in, messages_of
 from nlgrpo.data.sources import Row, nearest
 from nlgrpo.errors import UserError
 

@@ -2,7 +2,7 @@
 
 A source is a file (``.jsonl .json .csv .txt``, each also with ``.gz``, or ``.parquet``), a folder of such files, a
 folder saved with ``datasets``' ``save_to_disk``, the name of a data set on the hub (``owner/name`` or
-``owner/name:config``), or a set of mazes (`mazes.SETS`), drawn when it is read. Every error is a UserError that names
+``owner/name:config``), or a set of mazes (`MAZES`), drawn when it is read. Every error is a UserError that names
 the file and the line.
 """
 
@@ -22,12 +22,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from nlgrpo.data import mazes
 from nlgrpo.data.folders import SUFFIXES, by_split, describes_itself, files_of, kind_of
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import POINTER, is_pointer
 
 Row = dict[str, Any]
+MAZES = ("maze-train", "maze-validation", "maze-test", "maze-long", "maze-large")  # sets that `mazes` draws
 # Columns that reward functions do not get: names of their other arguments, and names that TRL withholds.
 RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 
@@ -46,7 +46,9 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
 
     Raises UserError for a missing or unreadable source, and for a folder with files that would not be read.
     """
-    if source in mazes.SETS:
+    if source in MAZES:
+        from nlgrpo.data import mazes
+
         _check_generated(source, split, separator)
         return iter(mazes.SETS[source].rows())
     path = _local(source, split, separator)
@@ -57,7 +59,7 @@ def read(source: str, split: str = "train", separator: str | None = None) -> Ite
 
 def is_file(source: str) -> bool:
     """Whether a source is a single file, or made by nlgrpo, which has no splits."""
-    return source in mazes.SETS or os.path.isfile(os.path.expanduser(source))
+    return source in MAZES or os.path.isfile(os.path.expanduser(source))
 
 
 def unread(read: Collection[tuple[str, str]]) -> list[str]:
@@ -77,7 +79,7 @@ def unread(read: Collection[tuple[str, str]]) -> list[str]:
 def _check_generated(source: str, split: str, separator: str | None) -> None:
     """Raise UserError for options that a set of mazes does not have."""
     if split != "train":
-        raise UserError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(mazes.SETS)}.")
+        raise UserError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(MAZES)}.")
     if separator is not None:
         raise UserError(_no_text(separator, source))
 
@@ -144,7 +146,7 @@ def stream(
     """
     import datasets
 
-    path = Path(source) if source in mazes.SETS else _local(source, split, separator)
+    path = Path(source) if source in MAZES else _local(source, split, separator)
     if is_file(source):
         options = {"source": source, "split": split, "separator": separator}
         data = datasets.IterableDataset.from_generator(read, gen_kwargs=options)

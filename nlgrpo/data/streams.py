@@ -58,6 +58,10 @@ class PromptStream:
         return f"PromptStream({self.reader.source})"
 
     @property
+    def streamed(self) -> bool:
+        return True
+
+    @property
     def names(self) -> list[str]:
         """Columns for reward functions, of the rows that have been read so far."""
         return list(self._names)

@@ -18,11 +18,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo import __version__
-from nlgrpo.config.data_config import DataConfig
-from nlgrpo.config.schema import Config
-from nlgrpo.data.conversations import ChatOptions
+from nlgrpo.config.schema import Config, DataConfig
+from nlgrpo.data.conversations import ChatOptions, load_tools
 from nlgrpo.engine.rollouts.store import digest_of_weights
-from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError
 from nlgrpo.model.hf_weights import SAMPLING_FILES

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nlgrpo.errors import UserError
 from nlgrpo.kernels import sample_tokens
-from nlgrpo.kernels.reference import draw
-from nlgrpo.kernels.running_sums import running_sums
+from nlgrpo.kernels.reference import draw, running_sums
 
 
 @dataclass(frozen=True)

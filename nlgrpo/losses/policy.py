@@ -6,6 +6,7 @@ the losses of any partition of the responses add up to the loss of the whole ste
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,15 @@ from nlgrpo.kernels import reference
 
 Normalisation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Per-token targets (R, L) of R completions; without a critic, advantages only."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+    values: Tensor | None = None  # predicted before the update
 
 
 def token_weights(kind: Normalisation, lengths: Tensor, *, sequences: int, tokens: float, max_length: int) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from nlgrpo.errors import UserError
 from nlgrpo.kernels import BlockWeights, Segments, linear, recomputed, rms_norm, swiglu
-from nlgrpo.model import hf_weights, lora, safetensors_writer
+from nlgrpo.model import hf_weights, lora
 from nlgrpo.model.architectures import (
     ACTIVATIONS,
     Shape,
@@ -402,4 +402,6 @@ def write_weights(
     ``like``: a blueprint with the names, the order, the shapes and the dtype of the ``parameters``.
     """
     layout = hf_weights.layout(dict(like.named_parameters()), like.shape, places)
+    from nlgrpo.model import safetensors_writer
+
     safetensors_writer.write(folder, layout, hf_weights.all_stored(parameters, like.shape, places))

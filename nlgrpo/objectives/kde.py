@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nlgrpo.kernels.running_sums import running_sums
+from nlgrpo.kernels.reference import running_sums
 from nlgrpo.objectives.base import Objective, first, is_number
 from nlgrpo.objectives.rank_based import OfN, RankBased
 

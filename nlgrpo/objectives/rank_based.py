@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
-from nlgrpo.kernels.running_sums import running_sums
+from nlgrpo.kernels.reference import running_sums
 from nlgrpo.objectives import reweighted
 from nlgrpo.objectives.advantages import Baseline, centre
 from nlgrpo.objectives.base import Objective, is_number

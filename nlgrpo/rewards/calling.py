@@ -118,6 +118,15 @@ def is_async(function: Callable[..., Any]) -> bool:
     return composite or inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+class ErrorInProcess(Exception):
+    """An error that a function raised in its process: its type ``kind``, its text ``said``, and its traceback."""
+
+    def __init__(self, kind: str, said: str, shown: str) -> None:
+        super().__init__(f"in a process of its own:\n{shown}")
+        self.kind = kind
+        self.said = said
+
+
 def has_own_process(function: Callable[..., Any]) -> bool:
     """Whether a function runs in a process of its own (``process = true``)."""
     return getattr(_without_arguments(function), "own_process", False) is True

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from torch import Tensor
 from nlgrpo.data.conversations import text_of
 from nlgrpo.data.sources import RESERVED, nearest
 from nlgrpo.errors import UserCodeError, UserError, show_traceback
-from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.calling import (
     PROVIDED,
     Call,
+    ErrorInProcess,
     Log,
     Outcome,
     TimedOut,
@@ -36,9 +36,11 @@ from nlgrpo.rewards.calling import (
 )
 from nlgrpo.rewards.history import SHOWN, History
 from nlgrpo.rewards.outputs import Fault, Read, similarities_of, values_of
-from nlgrpo.rewards.processes.function_process import ErrorInProcess, FunctionProcess
 from nlgrpo.runtime.supervision.time_limit import is_main_thread
 from nlgrpo.runtime.user_code import parameters
+
+if TYPE_CHECKING:
+    from nlgrpo.rewards.processes.function_process import FunctionProcess
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,8 @@ class Reward:
 
     def _in_process(self) -> FunctionProcess:
         """Return the function in a process of its own, with the timeout of this reward."""
+        from nlgrpo.rewards.processes.function_process import FunctionProcess
+
         try:
             found = self.function if isinstance(self.function, FunctionProcess) else FunctionProcess.of(self.function)
         except ValueError as error:
@@ -352,7 +356,11 @@ def answer_numbers(function: Callable[..., Any], completions: Sequence[Sequence[
 
     The method ``answer(text)`` of the reward extracts them, if it has one, else `nlgrpo.rewards.builtin.vote`.
     """
-    extract, rows = getattr(function, "answer", vote), []
+    if hasattr(function, "answer"):
+        extract = function.answer
+    else:
+        from nlgrpo.rewards.builtin import vote as extract
+    rows = []
     for texts in completions:
         known: dict[Any, int] = {}
         given = [extract(text) for text in texts]

@@ -105,6 +105,3 @@ class Equal:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[\w']+", text.lower())
-
-
-KERNELS: dict[str, type] = {"ngrams": Ngrams, "length": LengthKernel, "equal": Equal}

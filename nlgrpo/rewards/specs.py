@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import os
 import re
@@ -14,29 +15,35 @@ from typing import Any, Literal
 import torch
 
 from nlgrpo.errors import UserError
-from nlgrpo.rewards.builtin import Gsm8k, Length, Lexicon, Overlong, Regex
-from nlgrpo.rewards.classifiers import Classifier, Ensemble
-from nlgrpo.rewards.composite import Gated, Weighted
-from nlgrpo.rewards.environment import EnvironmentReward
-from nlgrpo.rewards.judge import Judge
-from nlgrpo.rewards.maze import Maze
-from nlgrpo.rewards.processes.code_execution import Code
-from nlgrpo.rewards.processes.function_process import FunctionProcess
-from nlgrpo.rewards.processes.math_answers import Math
 from nlgrpo.rewards.processes.user_functions import bind, imported
 from nlgrpo.rewards.reward_functions import Reward
-from nlgrpo.rewards.reward_server import RewardServer
-from nlgrpo.rewards.similarity_kernels import KERNELS
 from nlgrpo.runtime import secrets, user_code
 from nlgrpo.runtime.user_code import nearest
 
-COMPOSITE: dict[str, type[Weighted | Gated]] = {"weighted": Weighted, "gated": Gated}
-REWARDS: dict[str, type] = {
-    "length": Length, "overlong": Overlong, "lexicon": Lexicon, "regex": Regex, "gsm8k": Gsm8k, "math": Math,
-    "maze": Maze,
-    "code": Code, "classifier": Classifier, "ensemble": Ensemble, "judge": Judge, "reward_server": RewardServer,
-    "environment": EnvironmentReward, **COMPOSITE,
-}  # fmt: skip
+# name: (module in this folder, class); a module is imported when one of its rewards is used
+REWARDS = {
+    "length": ("builtin", "Length"),
+    "overlong": ("builtin", "Overlong"),
+    "lexicon": ("builtin", "Lexicon"),
+    "regex": ("builtin", "Regex"),
+    "gsm8k": ("builtin", "Gsm8k"),
+    "math": ("processes.math_answers", "Math"),
+    "maze": ("maze", "Maze"),
+    "code": ("processes.code_execution", "Code"),
+    "classifier": ("classifiers", "Classifier"),
+    "ensemble": ("classifiers", "Ensemble"),
+    "judge": ("judge", "Judge"),
+    "reward_server": ("reward_server", "RewardServer"),
+    "environment": ("environment", "EnvironmentReward"),
+    "weighted": ("composite", "Weighted"),
+    "gated": ("composite", "Gated"),
+}
+KERNELS = {
+    "ngrams": ("similarity_kernels", "Ngrams"),
+    "length": ("similarity_kernels", "LengthKernel"),
+    "equal": ("similarity_kernels", "Equal"),
+}
+COMPOSITE = ("weighted", "gated")
 
 
 def load(
@@ -64,6 +71,8 @@ def load(
     """
     try:
         if process:
+            from nlgrpo.rewards.processes.function_process import FunctionProcess
+
             function: Callable[..., Any] = FunctionProcess.made_by(_maker(spec, device, pairwise))
         else:
             function = function_of(spec, device=device, pairwise=pairwise)
@@ -93,7 +102,7 @@ def function_of(spec: str, *, device: str | torch.device = "cpu", pairwise: bool
         return bind(target, _resolve(target, KERNELS, "kernel"), arguments)
     target, arguments = _as_classifier(target, arguments, device)
     if target in COMPOSITE:
-        parts = COMPOSITE[target].PARTS
+        parts = _class_of(REWARDS[target]).PARTS
         arguments = {name: _part(x, device) if name in parts else x for name, x in arguments.items()}
     return bind(target, _resolve(target, REWARDS, "reward"), arguments)
 
@@ -174,16 +183,26 @@ def _parse_arguments(inside: str) -> dict[str, Any]:
     return arguments
 
 
-def _resolve(target: str, builtin: Mapping[str, type], kind: str) -> Callable[..., Any]:
+def _class_of(place: tuple[str, str]) -> Any:
+    """Import the class of a built-in reward or kernel."""
+    module, name = place
+    return getattr(importlib.import_module(f"nlgrpo.rewards.{module}"), name)
+
+
+def _resolve(target: str, builtin: Mapping[str, tuple[str, str]], kind: str) -> Callable[..., Any]:
     if target in builtin:
-        return builtin[target]
+        found: Callable[..., Any] = _class_of(builtin[target])
+        return found
     if not user_code.is_name(target):
         raise UserError(_unknown(target, builtin, kind))
     return user_code.function(target)
 
 
-def _unknown(target: str, builtin: Mapping[str, type], kind: str) -> str:
-    forms = [f"{name}({', '.join(inspect.signature(cls).parameters)})" for name, cls in builtin.items()]
+def _unknown(target: str, builtin: Mapping[str, tuple[str, str]], kind: str) -> str:
+    forms = []
+    for name, place in builtin.items():
+        arguments = inspect.signature(_class_of(place)).parameters
+        forms.append(f"{name}({', '.join(arguments)})")
     forms += ["package.module:function", "path/to/file.py:function"]
     forms += ["a folder with a config.json (a classifier)"] * (kind == "reward")
     return f"there is no {kind} {target!r}{nearest(target, list(builtin))} Supported:\n  " + "\n  ".join(forms)

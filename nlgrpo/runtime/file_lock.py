@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from nlgrpo.runtime.supervision import processes
+from nlgrpo.runtime.supervision.watchdog import begun, boot, namespace
 
 BEAT = 10.0  # seconds between changes of the owner's file
 PATIENCE = 35.0  # seconds without a change after which an owner on another machine has ended
@@ -36,7 +36,7 @@ class Busy(Exception):  # not an error by itself
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, as `nlgrpo.runtime.supervision.processes` names it, and this use of the lock."""
+    """A process, as `nlgrpo.runtime.supervision.watchdog` names it, and this use of the lock."""
 
     host: str
     boot: str
@@ -47,8 +47,8 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        boot, namespace, pid = processes.boot(), processes.namespace(), os.getpid()
-        return cls(socket.gethostname(), boot, namespace, pid, processes.begun(pid), uuid.uuid4().hex)
+        pid = os.getpid()
+        return cls(socket.gethostname(), boot(), namespace(), pid, begun(pid), uuid.uuid4().hex)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -158,7 +158,7 @@ class FileLock:
         if owner is not None and me.boot and owner.boot == me.boot and locked:
             alive = False  # on one machine, the lock of the system is exact
         elif owner is not None and me.namespace and owner.namespace == me.namespace:
-            alive = processes.begun(owner.pid) == owner.begun
+            alive = begun(owner.pid) == owner.begun
         else:
             alive = self._beating(owner, before)
         if alive:

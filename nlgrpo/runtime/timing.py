@@ -7,7 +7,7 @@ import time
 import torch
 from torch.profiler import record_function
 
-from nlgrpo.runtime import gpus
+from nlgrpo.runtime.device import gpu_of_device
 from nlgrpo.runtime.supervision import phases
 
 
@@ -86,5 +86,5 @@ def flops_utilisation(device: torch.device, flops: float, seconds: float) -> dic
     token, without recomputation, attention and the reference model. Empty if the peak of the device is unknown, as on
     a CPU.
     """
-    gpu = gpus.of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return {} if gpu is None else {"perf/mfu": flops / (seconds * gpu.flops)}

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import TYPE_CHECKING
 
 from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
-from nlgrpo.engine.rollouts.collect import Provenance
 from nlgrpo.engine.rollouts.inputs import find_columns, load_environment, load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import ENVIRONMENT, Sampler
-from nlgrpo.model import adapters, decoder, hf_weights
+from nlgrpo.model import decoder, hf_weights
 from nlgrpo.model.architectures import check_causal, shape_of
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.objectives import aggregation
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training import critic, offline, reference_rewards
 from nlgrpo.training.run import Progress, Run
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.rollouts.collect import Provenance
 
 
 def build(cfg: Config, ranks: Ranks) -> Run:
@@ -43,9 +44,29 @@ def build(cfg: Config, ranks: Ranks) -> Run:
     compute = compute_dtype(cfg.model.dtype, ranks.device)
     rows, seed = cfg.rollout.max_rows, cfg.train.seed
     sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards, environment)
-    origin = partial(Provenance.of, source, tokenizer, compute, sampling)
+
+    def origin() -> Provenance:
+        """The model and the sampling that rollouts of the reference must have."""
+        from nlgrpo.engine.rollouts.collect import Provenance
+
+        return Provenance.of(source, tokenizer, compute, sampling)
+
     known = prompts.all()
-    samples = offline.make(cfg, rewards, objectives, known, origin)
+    samples = None
+    if cfg.loss.offline or cfg.loss.jeffreys:
+        from nlgrpo.training import offline
+
+        samples = offline.make(cfg, rewards, objectives, known, origin)
+    adapter = None
+    if cfg.lora.enabled:
+        from nlgrpo.model import adapters
+
+        adapter = adapters.resolve(cfg.lora, shape)
+    references = None
+    if any(reward.transform for reward in cfg.rewards.values()) and not cfg.loss.offline:
+        from nlgrpo.training import reference_rewards
+
+        references = reference_rewards.make(cfg, sampler, objectives, known, origin, ranks)
     run = Run(
         config=cfg,
         ranks=ranks,
@@ -57,11 +78,14 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         sampler=sampler,
         objectives=objectives,
         aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
-        references=reference_rewards.make(cfg, sampler, objectives, known, origin, ranks),
+        references=references,
         samples=samples,
         compute=compute,
-        adapter=adapters.resolve(cfg.lora, shape),
+        adapter=adapter,
         progress=Progress(beta=cfg.loss.beta),
     )
-    critic.check(cfg, shape, longest=run.longest)
+    if cfg.loss.algorithm == "ppo":
+        from nlgrpo.training import critic
+
+        critic.check(cfg, shape, longest=run.longest)
     return run

@@ -13,6 +13,7 @@ from nlgrpo.config.schema import Config, CriticConfig
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.errors import UserError
 from nlgrpo.losses.gae import clipped_value_loss, gae
+from nlgrpo.losses.policy import Targets
 from nlgrpo.model import adapters, decoder, reward_model
 from nlgrpo.model.architectures import Shape, shape_of
 from nlgrpo.model.decoder import Decoder
@@ -24,16 +25,6 @@ from nlgrpo.runtime.device import master_dtype
 from nlgrpo.runtime.distributed import Ranks
 
 Sums = dict[str, Tensor]
-SUMS = ("value_loss", "value_clipped", "value", "return", "return_squared", "residual", "residual_squared")
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Per-token targets (R, L) of R completions; without a critic, advantages only."""
-
-    advantages: Tensor
-    returns: Tensor | None = None
-    values: Tensor | None = None  # predicted before the update
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,9 @@ class Critic:
     config: CriticConfig
     module: Decoder | nn.Linear
     ranks: Ranks
+
+    SUMS = ("value_loss", "value_clipped", "value", "return", "return_squared", "residual", "residual_squared")
+    """Names of what `loss` returns besides the loss."""
 
     @property
     def shared(self) -> bool:
@@ -111,6 +105,20 @@ class Critic:
         }
         return self.config.coef * (weights.to(values) * losses).sum(), sums
 
+    @staticmethod
+    def metrics(total: Mapping[str, float]) -> dict[str, float]:
+        """Metrics from sums over ``total["tokens"]`` tokens."""
+        tokens = max(total["tokens"], 1.0)
+        variance = total["return_squared"] / tokens - (total["return"] / tokens) ** 2
+        unexplained = total["residual_squared"] / tokens - (total["residual"] / tokens) ** 2
+        return {
+            "value/loss": total["value_loss"] / tokens,
+            "value/clip_ratio": total["value_clipped"] / tokens,
+            "value/mean": total["value"] / tokens,
+            "value/return_mean": total["return"] / tokens,
+            "value/explained_variance": 1 - unexplained / variance if variance > 0 else 0.0,
+        }
+
     def clip_gradients(self, max_norm: float, *, finite: bool = True) -> float:
         """Clip the gradients and return their norm before clipping. A head's gradient is averaged over ranks first."""
         if isinstance(self.module, nn.Linear) and self.module.weight.grad is not None:
@@ -130,7 +138,7 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
 
     Raises UserError if the model is missing, its vocabulary is not the policy's, or its context is too short.
     """
-    if cfg.loss.algorithm != "ppo" or not cfg.critic.path:
+    if not cfg.critic.path:
         return
     own = own_shape(cfg, policy)
     if own.vocab != policy.vocab:
@@ -145,16 +153,12 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
         )
 
 
-def make(
-    cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype, adapter: LoraConfig | None = None
-) -> Critic | None:
-    """Build the critic of a checked configuration; None without PPO. A new head predicts 0 at first.
+def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype, adapter: LoraConfig | None = None) -> Critic:
+    """Build the critic of a checked configuration. A new head predicts 0 at first.
 
     ``adapter``: settings of the policy's adapters. A separate critic gets adapters of these settings and trains them
     with its head. Raises UserError as `reward_model.load` does.
     """
-    if cfg.loss.algorithm != "ppo":
-        return None
     stored = master_dtype(compute)
     if cfg.critic.trunk == "shared":
         head = nn.Linear(policy.shape.width, 1, bias=False, device=ranks.device, dtype=stored)
@@ -190,17 +194,3 @@ def whiten(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:
     mean = total / count
     squares = float(ranks.sum((kept - mean).square().sum()))
     return torch.where(mask, (values - mean) / ((squares / (count - 1)) ** 0.5 + 1e-8), 0.0)
-
-
-def metrics(total: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the critic from sums over ``total["tokens"]`` tokens."""
-    tokens = max(total["tokens"], 1.0)
-    variance = total["return_squared"] / tokens - (total["return"] / tokens) ** 2
-    unexplained = total["residual_squared"] / tokens - (total["residual"] / tokens) ** 2
-    return {
-        "value/loss": total["value_loss"] / tokens,
-        "value/clip_ratio": total["value_clipped"] / tokens,
-        "value/mean": total["value"] / tokens,
-        "value/return_mean": total["return"] / tokens,
-        "value/explained_variance": 1 - unexplained / variance if variance > 0 else 0.0,
-    }

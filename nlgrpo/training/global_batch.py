@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.sampler import errors_of_user_objective, values_of_completions
+from nlgrpo.errors import UserError
 from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_size
 from nlgrpo.objectives.registry import (
     Objective,
@@ -25,9 +27,10 @@ from nlgrpo.objectives.registry import (
 )
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.reference_rewards import CalibratedReward
-from nlgrpo.training.tracking.rollout_metrics import rollout_metrics
 from nlgrpo.training.tracking.terminal import Sample
+
+if TYPE_CHECKING:
+    from nlgrpo.training.reference_rewards import CalibratedReward
 
 RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # reserved metric names that not every run or step logs
 EQUAL = 1e-8  # absolute tolerance, as in TRL: equal rewards must count as equal although sums are rounded
@@ -270,3 +273,57 @@ def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, floa
     names = dict.fromkeys(name for part in parts for name in part)
     by_name = {name: [value for part in parts for value in part.get(name, ())] for name in names}
     return {name: sum(values) / len(values) for name, values in by_name.items()}
+
+
+def rollout_metrics(
+    rewards: Mapping[str, Tensor], weights: Mapping[str, float], lengths: Tensor, finished: Tensor
+) -> dict[str, float]:
+    """Metrics of one step: ``reward*``, ``frac_reward_zero_std`` and ``completions/*`` as TRL defines them.
+
+    The inputs are gathered from all ranks: ``rewards[name]`` (P, M) with NaN where a reward abstained, ``lengths``
+    (P, M) in tokens, ``finished`` (P, M) bool, true if a stop id ended the completion. A completion's reward is
+    ``sum_i w_i r_i`` over the rewards that did not abstain, NaN if all with a weight did. Standard deviations have
+    Bessel's correction. ``frac_reward_zero_std`` is the share of the groups that have two rewards or more (TRL counts
+    the others as groups with different rewards). A metric is NaN if all rewards abstained.
+
+    Raises UserError if shapes or names do not match.
+    """
+    shapes = {name: tuple(t.shape) for name, t in {**rewards, "lengths": lengths, "finished": finished}.items()}
+    if not rewards or lengths.dim() != 2 or not lengths.numel() or len(set(shapes.values())) > 1:
+        raise UserError(f"rewards, lengths and finished must all be (P, M) with at least one completion, got {shapes}")
+    if set(rewards) != set(weights):
+        raise UserError(f"every reward needs a weight: rewards {sorted(rewards)}, weights {sorted(weights)}")
+    metrics: dict[str, Tensor] = {}
+    for name, values in rewards.items():
+        metrics[f"rewards/{name}/mean"] = values.double().nanmean()
+        metrics[f"rewards/{name}/std"] = _nanstd(values.double().flatten())
+    counted = [name for name in rewards if weights[name] != 0] or list(rewards)
+    stacked = torch.stack([weights[name] * rewards[name].double() for name in counted])
+    total = stacked.nansum(0).masked_fill(stacked.isnan().all(0), math.nan)
+    group_std = _nanstd(total) if total.shape[1] > 1 else 0 * total[:, 0]
+    metrics["reward"] = total.nanmean()
+    metrics["reward_std"] = _nanstd(total.flatten())
+    # An absolute tolerance, as in TRL: equal rewards must count as equal although their mean is rounded.
+    metrics["frac_reward_zero_std"] = (group_std[~group_std.isnan()].abs() <= 1e-8).double().mean()
+    metrics |= _length_metrics(lengths.double(), finished.bool())
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def _length_metrics(lengths: Tensor, finished: Tensor) -> dict[str, Tensor]:
+    ended = lengths[finished] if finished.any() else lengths.new_zeros(1)  # 0 if no completion ended, as in TRL
+    return {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": (~finished).double().mean(),
+        "completions/mean_terminated_length": ended.mean(),
+        "completions/min_terminated_length": ended.min(),
+        "completions/max_terminated_length": ended.max(),
+    }
+
+
+def _nanstd(values: Tensor) -> Tensor:
+    """Standard deviation over the last dimension, ignoring NaN, with Bessel's correction; NaN below two values."""
+    count = (~values.isnan()).sum(-1)
+    squares = (values - values.nanmean(-1, keepdim=True)).square().nansum(-1)
+    return (squares / (count - 1)).sqrt().masked_fill(count < 2, math.nan)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.losses import correction, kl
-from nlgrpo.losses.correction import Corrected
-from nlgrpo.losses.policy import packed_loss, packed_loss_from_hidden, token_weights
+from nlgrpo.losses import kl
+from nlgrpo.losses.policy import Targets, packed_loss, packed_loss_from_hidden, token_weights
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import accumulated, clip_gradients
-from nlgrpo.model.muon import Muon, block_matrices
 from nlgrpo.model.packing import MicroBatch, empty_micro_batch, pack
-from nlgrpo.objectives import importance_sampling
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training import critic
-from nlgrpo.training.critic import Critic, Targets
+
+if TYPE_CHECKING:
+    from nlgrpo.losses.correction import Corrected
+    from nlgrpo.training.critic import Critic
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
@@ -42,6 +41,8 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | Non
     """Build the optimizer, without weight decay on norms and biases. Groups of the critic have the key "critic"."""
     groups = _groups(model, optim) + [group | {"critic": True} for group in _groups(critic, optim)]
     if optim.algorithm == "muon":
+        from nlgrpo.model.muon import Muon
+
         return Muon(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
@@ -51,6 +52,8 @@ def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]
         return []
     matrices: list[dict[str, Any]] = []
     if optim.algorithm == "muon" and isinstance(model, Decoder):
+        from nlgrpo.model.muon import block_matrices
+
         own = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         matrices = [group | {key: getattr(optim, key) for key in own} for group in block_matrices(model)]
     taken = {id(p) for group in matrices for p in group["params"]}
@@ -156,6 +159,11 @@ class Learner:
 
     def corrected(self, rollout: Rollout) -> Corrected | None:
         """Importance weights of a rollout that another distribution sampled; None with loss.correction = "none"."""
+        if self.loss.correction == "none":
+            return None
+        from nlgrpo.losses import correction
+        from nlgrpo.objectives import importance_sampling
+
         settings = importance_sampling.parse(self.loss.correction, self.loss.correction_level)
         if settings is None:
             return None
@@ -202,7 +210,7 @@ class Learner:
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
         (all_tokens,) = self.ranks.sums(int(lengths[kept].sum()))
-        totals, skipped = _Totals(self.ranks), 0
+        totals, skipped = _Totals(self.ranks, self.critic), 0
         for part, rows in enumerate(self._minibatches(kept, step)):
             row_lengths = lengths[rows]
             sequences, tokens = self.ranks.sums(len(rows), int(row_lengths.sum()))
@@ -237,6 +245,8 @@ class Learner:
         if self.optim.skip_grad_norm is not None:
             metrics["skipped_steps"] = float(skipped)
         if corrected is not None:
+            from nlgrpo.losses import correction
+
             metrics |= correction.metrics(
                 self.ranks.sum(corrected.sums.clone()), self.ranks.max(corrected.extremes.clone())
             )
@@ -330,12 +340,14 @@ class _Totals:
 
     NAMES = (
         "loss", "kl", "entropy", "tokens", "ratios", "clip_low", "clip_high", "clip_dual", "clip_region",
-        "gap", "compared", *critic.SUMS,
+        "gap", "compared",
     )  # fmt: skip
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, critic: Critic | None) -> None:
         self.ranks = ranks
-        self.sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=ranks.device)
+        self.critic = critic
+        self.names = self.NAMES if critic is None else (*self.NAMES, *critic.SUMS)
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=ranks.device)
         self.largest = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # ratio, and gap
         self.grad_norms: list[float] = []
         self.seen: set[str] = set()
@@ -351,7 +363,7 @@ class _Totals:
             gap = (stats["logprob"].double() - sampler.double()).abs()
             terms |= {"gap": gap.sum(), "compared": torch.full_like(loss, len(gap), dtype=torch.float64)}
             largest_gap = gap.max()
-        self.sums += torch.stack([terms.get(name, none).double() for name in self.NAMES])
+        self.sums += torch.stack([terms.get(name, none).double() for name in self.names])
         largest = torch.stack([stats["ratio_max"].double(), largest_gap.double()])
         self.largest = self.largest.fmax(largest)  # without NaN, as the loss or the norm of the gradient has them
 
@@ -359,7 +371,7 @@ class _Totals:
         sums = self.ranks.sum(self.sums)
         largest = self.ranks.max(self.largest)
         *read, largest_ratio, largest_gap = torch.cat([sums, largest]).tolist()
-        total = dict(zip(self.NAMES, read, strict=True))
+        total = dict(zip(self.names, read, strict=True))
         steps, tokens, ratios = max(len(self.grad_norms), 1), max(total["tokens"], 1.0), max(total["ratios"], 1.0)
         metrics = {
             "loss": total["loss"] / steps,
@@ -374,5 +386,6 @@ class _Totals:
         }
         if "clip_dual" in self.seen:
             metrics["clip_ratio/dual_mean"] = total["clip_dual"] / ratios
-        metrics |= critic.metrics(total) if "value" in self.seen else {}
+        if self.critic is not None and "value" in self.seen:
+            metrics |= self.critic.metrics(total)
         return metrics | ({"kl": total["kl"] / tokens} if "kl" in self.seen else {})

@@ -32,15 +32,6 @@ from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.learner import Learner
 
-# metrics on the progress line, with formats
-SHOWN = (
-    ("loss", "loss {:.4f}"),
-    ("rewards/accuracies", "acc {:.3f}"),
-    ("rewards/margins", "margin {:.4f}"),
-    ("logps/chosen", "logp {:.2f}"),
-    ("perf/tokens_per_s", "{:,.0f} tok/s"),
-)
-
 # --- data of a step ---------------------------------------------------------------------------------------------------
 
 
@@ -146,14 +137,12 @@ def make(
     objectives: Mapping[str, Objective],
     prompts: PromptSet,
     origin: Callable[[], Provenance],
-) -> OfflineSamples | None:
-    """Load the samples for an offline algorithm, or for loss.jeffreys; None for other online ones.
+) -> OfflineSamples:
+    """Load the samples for an offline algorithm, or for loss.jeffreys.
 
     Raises UserError if the rollouts are incomplete, do not fit the run or have fewer than M samples per prompt, or if
     no prompt is left to train on.
     """
-    if not (cfg.loss.offline or cfg.loss.jeffreys):
-        return None
     weighted = [reward for reward in rewards if cfg.rewards[reward.name].weight != 0]
     rollouts = reference_rollouts.load_checked(
         cfg.calibration.rollouts, origin, scorers(cfg.rewards, objectives, weighted), prompts

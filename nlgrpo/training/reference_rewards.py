@@ -108,8 +108,6 @@ class ReferenceRewards:
         the policy nor those of the reference. Raises RewardError on all ranks if a reward failed on samples of the
         reference, or cannot be calibrated.
         """
-        if not self.transforms:
-            return {}
         self._draw(batch, reference)
         return self.ranks.agree(partial(self._calibrate_all, rewards, batch, rollout, ref_logprobs))
 
@@ -242,11 +240,9 @@ def make(
     prompts lack rollouts and calibration.missing is "error".
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
-    if cfg.loss.offline:  # offline algorithms compare the rewards themselves
-        wanted = {}
     options, rollouts = cfg.calibration, None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
-    if wanted and options.rollouts:
+    if options.rollouts:
         rollouts = reference_rollouts.load_checked(
             options.rollouts, origin, scorers(cfg.rewards, objectives, rewards), prompts
         )
@@ -263,7 +259,7 @@ def make(
     references = ReferenceRewards(
         parsed, rollouts, drawing, options.smoother, ranks, options.by, cfg.parallel.gather_for_sampling == "block"
     )
-    absent = references.missing(prompts.ids) if wanted and drawing is None else 0
+    absent = references.missing(prompts.ids) if drawing is None else 0
     if absent:
         raise UserError(
             f"{absent} of {len(prompts)} prompts have no rollouts in {options.rollouts!r}; collect them with "

@@ -7,21 +7,23 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.engine.backends.base import PolicyEngine
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.engine.backends.base import EngineError, PolicyEngine
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.seeding import random_state, set_random_state
 from nlgrpo.runtime.supervision.threads import in_thread
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.reference_rewards import CalibratedReward
 from nlgrpo.training.run import Run
+
+if TYPE_CHECKING:
+    from nlgrpo.training.reference_rewards import CalibratedReward
 
 SUSPICIOUS = 0.1  # mean difference of log-probs per token, in nats
 
@@ -82,6 +84,8 @@ class Rollouts:
         generators = random_state()
         try:
             scores = self.scores(drawn)
+            if self.run.references is None:
+                return scores, {}
             with self.learner.as_reference() as reference:
                 calibrated = self.run.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
                 return scores, calibrated

@@ -18,20 +18,14 @@ from nlgrpo.config import schema
 from nlgrpo.config.schema import Config
 from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import plain_text
-from nlgrpo.engine import as_trained, backends
-from nlgrpo.engine.as_trained import AsTrained
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.backends.base import Engine, PolicyEngine
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
-from nlgrpo.engine.rollouts.collect import scorers
-from nlgrpo.engine.rollouts.inputs import digests_of
 from nlgrpo.engine.rollouts.sampler import Sampler
-from nlgrpo.engine.rollouts.store import digest_of_weights
 from nlgrpo.errors import UserError
 from nlgrpo.losses.kl import AdaptiveBeta
-from nlgrpo.model import adapters, decoder
+from nlgrpo.model import decoder
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, prepare
@@ -47,15 +41,18 @@ from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.runtime.supervision.divergence import Detector, Diverged
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
-from nlgrpo.training import critic, offline, run_folder
+from nlgrpo.training import run_folder
 from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
-from nlgrpo.training.reference_rewards import ReferenceRewards
-from nlgrpo.training.tracking import run_files, terminal, trackers
+from nlgrpo.training.tracking import run_files, terminal
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
 if TYPE_CHECKING:
+    from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+    from nlgrpo.engine.rollouts.run_inputs import RunInputs
     from nlgrpo.runtime.checkpoint import Saver
+    from nlgrpo.training.offline import OfflineSamples
+    from nlgrpo.training.reference_rewards import ReferenceRewards
 
 
 @dataclass
@@ -90,8 +87,8 @@ class Run:
     sampler: Sampler
     objectives: dict[str, registry.Objective]
     aggregate: Aggregate
-    references: ReferenceRewards
-    samples: offline.OfflineSamples | None  # samples of the reference, for an offline algorithm
+    references: ReferenceRewards | None  # samples of the reference that rank rewards with a transform
+    samples: OfflineSamples | None  # samples of the reference, for an offline algorithm
     compute: torch.dtype
     adapter: LoraConfig | None = None  # settings of the policy's adapters
     progress: Progress = field(default_factory=Progress)
@@ -152,8 +149,10 @@ class Run:
         chosen = sampler or self.sampler
         return chosen.score(batch, rollout, step=step, total_steps=self.config.train.steps, first_prompt=first)
 
-    def evaluated(self) -> dict[str, evaluation_samples.EvaluationSamples]:
+    def evaluated(self) -> dict[str, EvaluationSamples]:
         """Load the saved evaluations of the same prompts and number of samples; {} if there are none."""
+        from nlgrpo.engine.rollouts import evaluation_samples
+
         if not (self.folder / evaluation_samples.FILE).is_file():
             return {}
         shape = (len(self._evaluation_batch.ids), self.config.evaluation.samples)
@@ -169,13 +168,19 @@ class Run:
     def _evaluation_batch(self) -> prompt_dataset.Batch:
         return self.held_out.take(0, min(self.config.evaluation.prompts, len(self.held_out)))
 
-    def write_evaluation(self, **models: evaluation_samples.EvaluationSamples) -> None:
+    def write_evaluation(self, **models: EvaluationSamples) -> None:
         if self.ranks.first:
+            from nlgrpo.engine.rollouts import evaluation_samples
+
             evaluation_samples.write_evaluation(self.folder, **models)
 
     @phase("evaluation")
-    def evaluate(self, engine: Engine) -> evaluation_samples.EvaluationSamples:
-        sampled = self.evaluator().evaluate(engine, self._evaluation_batch, self.ranks, self.objectives, self.weights())
+    def evaluate(self, engine: Engine) -> EvaluationSamples:
+        from nlgrpo.engine.rollouts import evaluation_samples
+
+        sampled = evaluation_samples.evaluate(
+            self.evaluator(), engine, self._evaluation_batch, self.ranks, self.objectives, self.weights()
+        )
         return replace(sampled, left_out=self.held_out.left_out)
 
     @contextmanager
@@ -190,7 +195,9 @@ class Run:
             return
         if self.ranks.first and not self.config.vllm.folder:
             atomic_files.remove(self.folder / "engine")  # what a killed trainer left
-        engine = backends.of_policy(
+        from nlgrpo.engine.backends import frozen
+
+        engine = frozen.of_policy(
             self.source,
             self.shape,
             ranks=self.ranks,
@@ -253,12 +260,18 @@ class Run:
             allowed=train.allow_changed,
         )
 
-    def inputs(self) -> run_inputs.RunInputs:
+    def inputs(self) -> RunInputs:
         """Return digests of what the run reads: data, rewards and model.
 
         Raises UserError if lora.path is an adapter of other weights than those of model.path.
         """
+        from nlgrpo.engine.rollouts.collect import scorers
+        from nlgrpo.engine.rollouts.run_inputs import digests_of
+        from nlgrpo.engine.rollouts.store import digest_of_weights
+
         if self.config.lora.path:
+            from nlgrpo.engine import as_trained
+
             as_trained.check_base(self.config.lora.path, self.source)
         self.base_digest = digest_of_weights(self.source)
         scored = scorers(self.config.rewards, self.objectives, self.sampler.rewards)
@@ -273,13 +286,18 @@ class Run:
         )
 
     def logger(self) -> MetricsLogger:
+        tracked = None
+        if self.config.train.track:
+            from nlgrpo.training.tracking.trackers import TrackedRun
+
+            tracked = TrackedRun.of(self.config, self.folder)
         return MetricsLogger(
             self.folder,
             total_steps=self.config.train.steps,
             enabled=self.ranks.first,
-            tracked=trackers.TrackedRun.of(self.config, self.folder),
+            tracked=tracked,
             resume_step=self.progress.step,
-            shown=terminal.SHOWN if self.samples is None else offline.SHOWN,
+            shown=terminal.SHOWN if self.samples is None else terminal.SHOWN_OFFLINE,
         )
 
     def learner(self) -> Learner:
@@ -296,7 +314,11 @@ class Run:
             reference = decoder.load(self.source, dtype=self.compute, device=self.ranks.device, shard=sharded)
             reference.limit_vocabulary(count_tokens(self.tokenizer))
             reference.requires_grad_(False).configure(compiled=cfg.model.compile)
-        value = critic.make(cfg, model, self.ranks, self.compute, self.adapter)
+        value = None
+        if cfg.loss.algorithm == "ppo":
+            from nlgrpo.training import critic
+
+            value = critic.make(cfg, model, self.ranks, self.compute, self.adapter)
         return Learner(
             model=model,
             reference=reference,
@@ -322,6 +344,8 @@ class Run:
         model = decoder.load(self.source, dtype=stored, device=self.ranks.device, shard=sharded)
         model.limit_vocabulary(count_tokens(self.tokenizer))
         if self.adapter is not None:
+            from nlgrpo.model import adapters
+
             adapters.begin(model, self.adapter, self.config.train.seed)
         return model
 
@@ -420,6 +444,9 @@ class Run:
 
         Model and adapter have what training assumed: tokenizer, stop ids, sampling and prompts (`AsTrained`).
         """
+        from nlgrpo.engine.as_trained import AsTrained
+        from nlgrpo.model import adapters
+
         model = learner.model
         check_finite(model, self.ranks, TOO_LARGE)
         assumed = AsTrained.of(self.config, self.sampler.sampling)

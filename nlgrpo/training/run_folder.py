@@ -10,26 +10,25 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlgrpo.config import comparing
-from nlgrpo.config.schema import Config, LoopConfig
-from nlgrpo.config.vllm_config import VLLMConfig
-from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
+from nlgrpo.config.schema import Config, LoopConfig, VLLMConfig
+from nlgrpo.engine.rollouts import run_inputs
 from nlgrpo.engine.rollouts.run_inputs import RunInputs
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.file_lock import Busy, FileLock
-from nlgrpo.training.tracking import run_files, trackers
+from nlgrpo.training.tracking import run_files
 from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 
 if TYPE_CHECKING:
     from nlgrpo.runtime.checkpoint import Saver
+    from nlgrpo.runtime.file_lock import FileLock
 
 FILE = "config.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 # Keys that may change when a run of a policy resumes: its length, and what it saves and shows.
-FREE = ("train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every", *trackers.KEYS,
+FREE = (*run_files.TRACKER_KEYS,
+        "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every",
         "train.profile", "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile",
         "rollout.max_rows",
         "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
@@ -47,7 +46,7 @@ WRITTEN = (
         "engine",
         "paused-servers",
         *LOGGED,
-        evaluation_samples.FILE,
+        run_inputs.EVALUATION_FILE,
         run_inputs.FILE,
         run_files.REPORT_FILE,
         cpu_threads.FILE,
@@ -133,6 +132,8 @@ def _claim(
         saved = _read(path)
         if saved is None:
             return f"{path} is damaged, and the configuration of its run is lost; choose {advice}"
+        from nlgrpo.config import comparing
+
         changed = comparing.differences(completed(saved, current, type(cfg)), current)
         changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
         if changed:
@@ -236,6 +237,8 @@ def saver(folder: Path, train: LoopConfig, ranks: Ranks, *, adapters: bool) -> S
 
 def _lock(folder: Path, advice: str) -> None:
     """Lock the folder until this process ends. Raises UserError if another process has the lock."""
+    from nlgrpo.runtime.file_lock import Busy, FileLock
+
     path = folder / LOCK
     if (before := _LOCKED.get(folder.resolve())) is not None:
         if path.exists() and os.path.samestat(os.fstat(before.file.fileno()), path.stat()):

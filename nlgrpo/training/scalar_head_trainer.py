@@ -47,11 +47,12 @@ from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import run_folder
 from nlgrpo.training.learner import learning_rate, make_optimizer
-from nlgrpo.training.tracking import run_files, trackers
+from nlgrpo.training.tracking import run_files
 from nlgrpo.training.tracking.logger import WRITTEN, MetricsLogger
+from nlgrpo.training.tracking.trackers import TrackedRun
 
 # Keys that may change when a run resumes: what it saves and shows. Its length may not: the schedule depends on it.
-FREE = ("train.checkpoint_every", "train.keep_checkpoints", *trackers.KEYS, "train.restart", "train.out",
+FREE = ("train.checkpoint_every", "train.keep_checkpoints", *run_files.TRACKER_KEYS, "train.restart", "train.out",
         "train.micro_batch_tokens", "model.compile", "evaluation.every", "parallel.replicate",
         "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload", "train.timeout",
         "train.grace_period", "train.keep_every", "train.async_save", "train.allow_changed")  # fmt: skip
@@ -287,7 +288,7 @@ class Trainer(ABC):
             self.folder,
             total_steps=self.steps,
             enabled=self.ranks.first,
-            tracked=trackers.TrackedRun.of(self.config, self.folder),
+            tracked=TrackedRun.of(self.config, self.folder) if self.config.train.track else None,
             resume_step=self.progress.step,
             shown=tuple(self.SHOWN),
         )

@@ -16,7 +16,7 @@ from nlgrpo.apps.plan import memory, roofline, table
 from nlgrpo.apps.plan.workload import Workload
 from nlgrpo.config.schema import Config, from_dict
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.runtime import gpus
+from nlgrpo.runtime.device import gpu_of_device
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.training.build import build
@@ -126,7 +126,7 @@ def rate(work: Workload, took: float) -> dict[str, float]:
     """Operations per second, by the plan's count, and their share of the card's peak in bfloat16."""
     flops = sum(roofline.update_flops(work, shape, shape.vocab) for shape in work.models)
     found = {"flops_per_second": flops / took}
-    gpu = gpus.of_device(torch.cuda.get_device_name()) if work.device == "cuda" else None
+    gpu = gpu_of_device(torch.cuda.get_device_name()) if work.device == "cuda" else None
     if gpu is not None:
         found["share_of_peak"] = flops / took / gpu.flops
     return found

@@ -16,7 +16,7 @@ from typing import Any
 from gpu_kit import plan
 from gpu_kit.plan import ROOT
 from nlgrpo.apps.plan import machine
-from nlgrpo.runtime.gpus import GPUS, of_device
+from nlgrpo.runtime.device import GPUS, gpu_of_device
 
 NONE = "not measured"
 MISSING = "GPU code is written and tested without a GPU, and **not measured yet**"
@@ -71,10 +71,10 @@ def values(record: dict[str, Any], step: str) -> dict[str, Any]:
 
 
 def constants(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Content of `CONSTANTS`: the plan's constants of each card that `nlgrpo.runtime.gpus` has, by its name there."""
+    """Content of `CONSTANTS`: the plan's constants of each card that `nlgrpo.runtime.device` has, by its name there."""
     cards: dict[str, Any] = {}
     for record in records:
-        name = next((name for name, gpu in GPUS.items() if gpu is of_device(record["card"])), None)
+        name = next((name for name, gpu in GPUS.items() if gpu is gpu_of_device(record["card"])), None)
         if name is not None and record["constants"]:
             planned = {key: record["constants"].get(key) for key in machine.CONSTANTS}  # null: not measured
             cards[name] = planned | {"file": record["measured"]["file"], "date": record["measured"]["date"][:10]}

@@ -29,7 +29,7 @@ from nlgrpo.apps.doctor.findings import Check, attempt, run
 from nlgrpo.kernels import dispatch, extension
 from nlgrpo.model import attention, fsdp
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.gpus import bandwidth
+from nlgrpo.runtime.device import bandwidth
 from nlgrpo.training import learner
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from nlgrpo.config.recipes import recipe
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.gpus import GPUS
+from nlgrpo.runtime.device import GPUS
 
 GIB = 2**30
 LLAMA_7B = Shape("llama", vocab=32000, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008,

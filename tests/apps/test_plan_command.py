@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from nlgrpo import cli
 from nlgrpo.apps.plan import plan
 from nlgrpo.model.attention import takes_fewer_key_heads
-from nlgrpo.runtime import gpus
 from nlgrpo.runtime.console import duration, size
+from nlgrpo.runtime.device import GPUS, gpu_named, gpu_of_device
 
 GIB = 2**30
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "plan.md"
@@ -245,11 +245,11 @@ def test_an_unknown_option_is_refused(capsys):
 
 @pytest.mark.parametrize(("name", "key"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")])
 def test_a_named_gpu_is_the_one_that_the_driver_reports(name, key):
-    assert gpus.of_device(name) is gpus.named(key.upper())
+    assert gpu_of_device(name) is gpu_named(key.upper())
 
 
 def test_limits_of_gpus_have_their_order_of_magnitude():
-    for name, gpu in gpus.GPUS.items():
+    for name, gpu in GPUS.items():
         assert 16 * GIB < gpu.memory < 300 * GIB, name
         assert 50 < gpu.flops / gpu.bandwidth < 500, name  # operations per byte
         assert gpu.network <= gpu.link < gpu.bandwidth, name

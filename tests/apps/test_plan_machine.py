@@ -6,7 +6,7 @@ import pytest
 
 from nlgrpo.apps.plan import machine, plan
 from nlgrpo.apps.plan.machine import UNMEASURED, Costs, Machine
-from nlgrpo.runtime.gpus import GPUS
+from nlgrpo.runtime.device import GPUS
 
 ENTRY = {"launch_seconds": 7e-6, "matmul_share": 0.55, "bandwidth_share": 0.8, "update_share": 0.35,
          "file": "bench/results/gpu/h100-2026-12-01.json", "date": "2026-12-01"}  # fmt: skip

@@ -14,7 +14,7 @@ from nlgrpo.config.recipes import recipe
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime.gpus import GPUS
+from nlgrpo.runtime.device import GPUS
 
 GIB = 2**30
 SHAPE = Shape("llama", vocab=500, width=64, layers=2, heads=8, kv_heads=4, head_dim=8, ffn=160, context=4096,

@@ -17,7 +17,7 @@ from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime.gpus import GPU, GPUS
+from nlgrpo.runtime.device import GPU, GPUS
 
 SHAPE = Shape("llama", vocab=40, width=64, layers=2, heads=8, kv_heads=2, head_dim=8, ffn=160, context=4096,
               rotary_dim=8, windows=(None, None), scales=(1.0, 1.0))  # fmt: skip

@@ -24,7 +24,7 @@ from nlgrpo.apps.respond import batching
 from nlgrpo.apps.respond.app import _key
 from nlgrpo.apps.respond.batching import Batcher, Closed, Job, QueueFull
 from nlgrpo.apps.respond.requests import ChatRequest
-from nlgrpo.data.messages import messages_of
+from nlgrpo.data.conversations import messages_of
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guides
 from nlgrpo.engine.guided_search import Cost, Search

@@ -7,10 +7,9 @@ import pytest
 from chat_model import chat_tokenizer, template
 from test_prompt_dataset import write_lines
 
-from nlgrpo.data.conversations import ChatOptions, answered, is_continued
+from nlgrpo.data.conversations import ChatOptions, answered, is_continued, load_tools
+from nlgrpo.data.encoding import encode
 from nlgrpo.data.prompt_dataset import load
-from nlgrpo.data.prompt_encoding import encode
-from nlgrpo.engine.rollouts.tools import load_tools
 
 USER = [{"role": "user", "content": "Hi"}]
 WEATHER = {

@@ -13,9 +13,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nlgrpo.data.conversations import plain_text
-from nlgrpo.data.encoding import decode
+from nlgrpo.data.encoding import decode, encode
 from nlgrpo.data.prompt_dataset import load, visits
-from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.data.sources import read, stream, unread
 from nlgrpo.model.hf_weights import locate
 

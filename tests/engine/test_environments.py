@@ -10,10 +10,10 @@ import torch
 from chat_model import chat_model, chat_tokenizer, template
 from helpers import run_ranks
 
-from nlgrpo.config.environment_config import EnvironmentConfig
+from nlgrpo.config.schema import EnvironmentConfig
 from nlgrpo.engine import generate, logprobs
 from nlgrpo.engine.backends import NativeEngine
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.engine.environments.dialogue import Dialogue, Turn, to_rollout
 from nlgrpo.engine.environments.rendering import Rendering
 from nlgrpo.engine.environments.rounds import Job, Rounds

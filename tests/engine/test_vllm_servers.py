@@ -11,7 +11,7 @@ import torch
 from fake_vllm import ONE, PROMPTS, SAMPLING, SOURCE, FakeVLLM, change, connect, gap
 from helpers import run_ranks
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, frozen, servers, vllm_http
 from nlgrpo.engine.backends.servers import VLLMServers
 from nlgrpo.engine.sampling import Sampling

@@ -7,7 +7,7 @@ import torch
 from fake_vllm import PROMPTS, SAMPLING, SOURCE, FakeVLLM, FakeWorker, change, connect, gap
 from helpers import run_ranks
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, servers, vllm_http
 from nlgrpo.engine.backends.servers import VLLMServers
 from nlgrpo.engine.logprobs import next_token_logprobs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nlgrpo.kernels.running_sums import BLOCK, running_sums, sums_by_blocks
+from nlgrpo.kernels.reference import BLOCK, running_sums, sums_by_blocks
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, BLOCK, BLOCK + 1, 3 * BLOCK, BLOCK**2 + BLOCK + 1])

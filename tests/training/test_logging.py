@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from nlgrpo.runtime.atomic_files import atomic_write
+from nlgrpo.training.global_batch import rollout_metrics
 from nlgrpo.training.tracking.logger import MetricsLogger
-from nlgrpo.training.tracking.rollout_metrics import rollout_metrics
 from nlgrpo.training.tracking.run_files import TAIL, last_step, read_jsonl
 from nlgrpo.training.tracking.terminal import Sample, phase_shares, samples_table
 

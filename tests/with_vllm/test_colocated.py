@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm_processes import STORY
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine import generation
 from nlgrpo.engine.backends import EngineError, policy_weights, vllm_library
 from nlgrpo.engine.backends.colocated import ColocatedVLLM

@@ -27,7 +27,7 @@ from nlgrpo import kernels
 from nlgrpo.apps.doctor.accuracy import Pair, against_float64, judge, normal
 from nlgrpo.apps.doctor.findings import Result, attempt
 from nlgrpo.kernels import dispatch, reference
-from nlgrpo.runtime.gpus import bandwidth
+from nlgrpo.runtime.device import bandwidth
 
 BOUND = 128  # roundings of float32; a GPU's exp and log are accurate to a few, and sums add in another order
 ADVICE = "set NLGRPO_TRITON=0: every op then runs in plain PyTorch"

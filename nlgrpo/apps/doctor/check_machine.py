@@ -15,7 +15,7 @@ import torch
 
 from nlgrpo.apps.doctor.findings import Result
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.gpus import bandwidth
+from nlgrpo.runtime.device import bandwidth
 
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB  # free; the default recipe needs about 1 GiB

@@ -1,6 +1,6 @@
 """The command ``nlgrpo doctor``: checks a machine, and whether nlgrpo computes on it what it should.
 
-Prints a table with one row per result, and what to do about the rows that failed. The checks are in the files `check_*`.
+Prints a table with one row per result, and what to do about the rows that failed. The checks are in `check_*`.
 """
 
 from __future__ import annotations

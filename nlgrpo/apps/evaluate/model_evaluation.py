@@ -17,10 +17,9 @@ from nlgrpo.config.schema import Config
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import logprobs
-from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
+from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, loaded, open_store, scorers
 from nlgrpo.engine.rollouts.evaluation_samples import KEPT_PROMPTS, KEPT_SAMPLES, EvaluationSamples
 from nlgrpo.engine.rollouts.inputs import find_columns, load_rewards, read_prompts, refuse_environment, sampling_of
-from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.rollouts.store import chunk_name
 from nlgrpo.errors import UserError

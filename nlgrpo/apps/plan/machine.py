@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from nlgrpo.errors import UserError
-from nlgrpo.runtime.gpus import GPU, GPUS, named
+from nlgrpo.runtime.device import GPU, GPUS, gpu_named
 
 FILE = "measured.json"
 LONGEST_LAUNCH = 1e-3  # seconds; more is a mistake in the unit
@@ -95,7 +95,7 @@ class Machine:
 
 def machine(name: str, per_node: int) -> Machine:
     """Return GPUs of the kind ``name``, with what was measured on one. Raises UserError for an unknown name."""
-    gpu = named(name)
+    gpu = gpu_named(name)
     key = next(key for key, other in GPUS.items() if other is gpu)
     return Machine(gpu, per_node, read().get(key, UNMEASURED))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
@@ -15,7 +16,6 @@ from nlgrpo.apps.plan.workload import CONTEXT, Workload
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.evaluation_samples import size_of
 from nlgrpo.engine.rollouts.inputs import unread_files
-from nlgrpo.losses.preference import bonbon_margin
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.attention import implementation
@@ -23,15 +23,20 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.console import first_tokens, named_lines, size
-from nlgrpo.training import critic
-from nlgrpo.training.offline import OfflineSamples
 from nlgrpo.training.run import Run
+
+if TYPE_CHECKING:
+    from nlgrpo.training.offline import OfflineSamples
 
 
 def workload(run: Run) -> Workload:
     """The workload of a run that this process is about to start."""
     cfg, cpu = run.config, run.ranks.device.type == "cpu"
-    own_critic = cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
+    critic_shape = None
+    if cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own":
+        from nlgrpo.training import critic
+
+        critic_shape = critic.own_shape(cfg, run.shape)
     return Workload(
         config=cfg,
         shape=run.shape,
@@ -40,7 +45,7 @@ def workload(run: Run) -> Workload:
         device=run.ranks.device.type,
         world=run.ranks.world,
         prompt=run.prompts.longest,
-        critic=critic.own_shape(cfg, run.shape) if own_critic else None,
+        critic=critic_shape,
         reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
         process=host_memory.of_process() if cpu else CONTEXT,
         gpu_memory=0.0 if cpu or not torch.cuda.is_available() else _gpu_memory(run.ranks.device),
@@ -170,6 +175,8 @@ def _online_rows(run: Run) -> dict[str, str]:
 
 def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
     """Rows for the loss and the data of an offline algorithm."""
+    from nlgrpo.losses.preference import bonbon_margin
+
     K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
     alpha = samples.config.alpha or 0.0
     terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]

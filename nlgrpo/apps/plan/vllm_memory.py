@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from nlgrpo.apps.plan.workload import Uses, Workload
-from nlgrpo.engine.backends.vllm_library import ENVIRONMENT_ON_CPU
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import Shape
@@ -103,6 +102,8 @@ def _part(work: Workload, numbers: float) -> float:
 
 def _cache_on_cpu() -> float:
     """Bytes of vLLM's KV cache on a CPU. Raises UserError for a value that vLLM does not take."""
+    from nlgrpo.engine.backends.vllm_library import ENVIRONMENT_ON_CPU
+
     text = os.environ.get(CACHE_SPACE) or ENVIRONMENT_ON_CPU[CACHE_SPACE]
     try:
         return float(int(text) * GIB)

@@ -18,10 +18,9 @@ from nlgrpo import __version__
 from nlgrpo.apps.respond.line_file import LineFile
 from nlgrpo.apps.respond.options import ResponderOptions
 from nlgrpo.apps.respond.responder import Responder, Scored
-from nlgrpo.config.data_config import Table
+from nlgrpo.config.schema import Table
 from nlgrpo.data import sources
-from nlgrpo.data.conversations import ChatOptions, plain_text
-from nlgrpo.data.messages import messages_in
+from nlgrpo.data.conversations import ChatOptions, load_tools, messages_in, plain_text
 from nlgrpo.data.prompt_dataset import Batch, Reader, SourceOptions, read_all
 from nlgrpo.engine import guides
 from nlgrpo.engine.guided_search import Cost, Search
@@ -33,7 +32,6 @@ from nlgrpo.engine.rollouts.store import (
     digest_of_text,
     digests_of_columns,
 )
-from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.errors import UserError
 from nlgrpo.model import hf_weights
 from nlgrpo.rewards import reward_functions

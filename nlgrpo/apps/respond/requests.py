@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nlgrpo.data.messages import brief, content_text
+from nlgrpo.data.conversations import brief, content_text
 from nlgrpo.errors import UserError
 
 Item = TypeVar("Item")

@@ -15,9 +15,8 @@ from nlgrpo.apps.respond.choosing import VALUE, Chooser
 from nlgrpo.apps.respond.procedures import Procedure
 from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.data.conversations import ChatOptions, Prompt, is_continued, plain_text
-from nlgrpo.data.encoding import decode
+from nlgrpo.data.encoding import decode, encode
 from nlgrpo.data.prompt_dataset import Batch
-from nlgrpo.data.prompt_encoding import encode
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.backends import Engine, engine_of
 from nlgrpo.engine.guided_search import CHOICE, Candidate, Cost, Search, Value

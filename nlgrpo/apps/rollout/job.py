@@ -15,9 +15,8 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends import Engine, frozen
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.rollouts import reference_rollouts
-from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, open_store, scorers
+from nlgrpo.engine.rollouts.collect import Provenance, RolloutCollector, Scorer, loaded, open_store, scorers
 from nlgrpo.engine.rollouts.inputs import all_prompts, load_rewards, refuse_environment, sampling_of
-from nlgrpo.engine.rollouts.loading import loaded
 from nlgrpo.engine.rollouts.reference_rollouts import Index
 from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.errors import UserError

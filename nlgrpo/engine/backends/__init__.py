@@ -6,9 +6,7 @@ trained. `vllm_library` is the only file that imports vLLM, `colocated` runs it 
 Imports `generation`, `sampling` and `transformers_backend` of the engine, and the rooms below. Read `base.py` first.
 """
 
-from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.backends.frozen import of_policy
+from nlgrpo.engine.backends.base import Engine, EngineError
 from nlgrpo.engine.backends.native import NativeEngine, engine_of
-from nlgrpo.engine.backends.returned import EngineError
 
-__all__ = ["Engine", "EngineError", "NativeEngine", "engine_of", "of_policy"]
+__all__ = ["Engine", "EngineError", "NativeEngine", "engine_of"]

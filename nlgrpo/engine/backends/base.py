@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nlgrpo.engine.generation import Limits, Rollout
 from nlgrpo.engine.sampling import Sampling
+from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
+
+UNKNOWN = "unknown"  # name of weights that no rollout may have
+
+
+class EngineError(UserError):
+    """An engine cannot sample, or returned something that is not a sample of the policy."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion as another engine returned it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[str] = field(default_factory=list)
+    """Names of the weights that sampled its tokens, in their order."""
 
 
 class Engine(Protocol):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import policy_weights, vllm_library
-from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine
 from nlgrpo.engine.generation import Limits
 from nlgrpo.model import adapters, fsdp, lora

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.backends.base import Engine, PolicyEngine
-from nlgrpo.engine.backends.colocated import ColocatedVLLM
+from nlgrpo.engine.backends.base import Engine, EngineError, PolicyEngine
 from nlgrpo.engine.backends.native import engine_of
-from nlgrpo.engine.backends.returned import EngineError
-from nlgrpo.engine.backends.servers import VLLMServers
-from nlgrpo.engine.backends.vllm_engine import VLLMEngine
 from nlgrpo.engine.generation import Limits
 from nlgrpo.model import decoder
 from nlgrpo.model.architectures import check_causal
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.distributed import Ranks
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.backends.colocated import ColocatedVLLM
+    from nlgrpo.engine.backends.servers import VLLMServers
 
 Name = Literal["nlgrpo", "vllm"]
 
@@ -53,11 +53,15 @@ def load(
             f"vllm.tensor_parallel = {options.tensor_parallel}: ranks sample different files here; use vllm.servers"
         )
     if not options.servers:
+        from nlgrpo.engine.backends.colocated import ColocatedVLLM
+
         colocated = ColocatedVLLM.start(
             source, shape, ranks=ranks, compute=dtype, options=options, context=context, max_rows=max_rows
         )
         colocated.tokens = tokens
         return colocated
+    from nlgrpo.engine.backends.servers import VLLMServers
+
     servers = VLLMServers.connect(options, shape, ranks=ranks, compute=dtype, context=context, folder=source)
     servers.tokens = tokens
     servers.take_directory(source)
@@ -83,13 +87,17 @@ def of_policy(
 
     Arguments as for `ColocatedVLLM.start` and `VLLMServers.connect`, and `VLLMEngine.tokens`.
     """
-    engine: VLLMEngine
+    engine: ColocatedVLLM | VLLMServers
     if options.servers:
+        from nlgrpo.engine.backends.servers import VLLMServers
+
         engine = VLLMServers.connect(
             options, shape, ranks=ranks, compute=compute, context=context, folder=folder, pauses=pauses,
             adapter=adapter, stopping=stopping,
         )  # fmt: skip
     else:
+        from nlgrpo.engine.backends.colocated import ColocatedVLLM
+
         engine = ColocatedVLLM.start(
             source, shape, ranks=ranks, compute=compute, options=options, context=context, max_rows=max_rows,
             adapter=adapter, folder=folder,

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from nlgrpo.engine import decoding_memory, generation
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.generation import Limits, Rollout
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.engine.transformers_backend import TransformersModel
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import gathered
 from nlgrpo.runtime.device import free_memory
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.transformers_backend import TransformersModel
 
 
 @dataclass

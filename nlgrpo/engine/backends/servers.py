@@ -19,9 +19,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from nlgrpo.config.vllm_config import VLLMConfig
+from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import policy_weights
-from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine, version_of
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.engine.backends import vllm_library
-from nlgrpo.engine.backends.returned import UNKNOWN, EngineError
+from nlgrpo.engine.backends.base import UNKNOWN, EngineError
 from nlgrpo.runtime.distributed import Ranks
 
 Result = TypeVar("Result")

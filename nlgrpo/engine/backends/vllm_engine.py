@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Limits, Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise

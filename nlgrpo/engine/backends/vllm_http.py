@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 from torch import Tensor
 
-from nlgrpo.engine.backends.returned import UNKNOWN, Completion, EngineError
+from nlgrpo.engine.backends.base import UNKNOWN, Completion, EngineError
 
 STARTED_BY = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --skip-tokenizer-init --logprobs-mode processed_logprobs "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.engine.backends import vllm_worker
-from nlgrpo.engine.backends.returned import Completion, EngineError
+from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.runtime.seeding import random_state, set_random_state
 
 OLDEST = (0, 32)  # has weight versions

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.engine.generation import Conversation, Rollout
 
 

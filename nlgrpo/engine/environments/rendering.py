@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.conversations import ChatOptions
-from nlgrpo.data.messages import messages_of
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.data.conversations import ChatOptions, messages_of
+from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.errors import UserError
 
 MARK = "nlgrpo-7f3a9c"  # stands for the policy's answer in a rendered conversation

@@ -10,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.engine.backends.base import EngineError
 from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.threads import event_loop

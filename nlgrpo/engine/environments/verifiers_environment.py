@@ -17,11 +17,10 @@ from typing import Any, Literal, overload
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.config.environment_config import EnvironmentConfig
-from nlgrpo.data.messages import without_none
+from nlgrpo.config.schema import EnvironmentConfig
+from nlgrpo.data.conversations import without_none
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
-from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.backends.returned import EngineError
+from nlgrpo.engine.backends.base import Engine, EngineError
 from nlgrpo.engine.environments.dialogue import Dialogue, Turn, to_rollout
 from nlgrpo.engine.environments.rendering import Rendering, wire
 from nlgrpo.engine.environments.rounds import Job, Rounds

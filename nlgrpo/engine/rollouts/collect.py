@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.config.schema import RewardConfig
+from nlgrpo.config.schema import RewardConfig, VLLMConfig
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.sampler import Sampler, errors_of_user_objective
 from nlgrpo.engine.rollouts.store import (
@@ -30,12 +32,15 @@ from nlgrpo.engine.rollouts.store import (
     to_rollout,
 )
 from nlgrpo.engine.sampling import Sampling
-from nlgrpo.engine.transformers_backend import limits_of
 from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import read_config
 from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.objectives.registry import Objective, per_completion
 from nlgrpo.rewards.reward_functions import Reward, RewardError
+from nlgrpo.runtime.distributed import Ranks
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.backends import frozen
 
 READS = "texts behind their prompts"  # version of `encoding.decode`; part of the digests of scores
 
@@ -106,6 +111,8 @@ class Provenance:
     ) -> Provenance:
         """Compute the provenance of the model in the directory ``source``. Reads all of its weights."""
         tokens = count_tokens(tokenizer)
+        from nlgrpo.engine.transformers_backend import limits_of
+
         rows = limits_of(read_config(source)).vocab
         return cls(
             digest_of_model(source),
@@ -191,3 +198,30 @@ class RolloutCollector:
     def _name(self, chunk: Batch, scorer: Scorer) -> str:
         columns = digests_of_columns(chunk.columns, len(chunk.ids))
         return score_name(chunk_name(chunk.index, chunk.ids), scorer.digest, columns)
+
+
+@contextmanager
+def loaded(
+    draws: RolloutCollector, engine: frozen.Name, options: VLLMConfig, ranks: Ranks, *, missing: bool
+) -> Iterator[Callable[[], Engine]]:
+    """Context with a function that returns the engine of ``draws``; the engine is closed at the end.
+
+    nlgrpo's engine is loaded by the first call. vLLM starts on all ranks together, if ``missing`` is true on any: then
+    this is collective. Raises UserError as `frozen.load`.
+    """
+    from nlgrpo.engine.backends import frozen
+
+    context = max(map(len, draws.batch.ids), default=0) + draws.sampler.sampling.max_new_tokens
+    load = cache(
+        partial(
+            frozen.load, draws.source, draws.dtype, ranks, engine, options=options, context=context,
+            max_rows=draws.sampler.max_rows or ROWS, tokens=count_tokens(draws.sampler.tokenizer),
+        )
+    )  # fmt: skip
+    if engine != "nlgrpo" and ranks.any(missing):
+        load()
+    try:
+        yield load
+    finally:
+        if load.cache_info().currsize:
+            load().close()

@@ -16,10 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nlgrpo.data.conversations import plain_text
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.rollouts.run_inputs import EVALUATION_FILE as FILE
+from nlgrpo.engine.rollouts.sampler import Sampler, values_of_completions
 from nlgrpo.errors import UserError
+from nlgrpo.objectives.registry import Objective
 from nlgrpo.runtime.atomic_files import atomic_write
+from nlgrpo.runtime.distributed import Ranks
 
-FILE = "evaluation.json"
 KEPT_PROMPTS, KEPT_SAMPLES = 8, 16  # whose texts are saved
 
 
@@ -233,6 +239,36 @@ def _plain(values: Tensor) -> Any:
 def _tensor(values: Any) -> Tensor:
     rows = [[math.nan if x is None else x for x in row] if isinstance(row, list) else row for row in values]
     return torch.tensor([math.nan if row is None else row for row in rows], dtype=torch.float64)
+
+
+def evaluate(
+    sampler: Sampler,
+    engine: Engine,
+    batch: Batch,
+    ranks: Ranks,
+    objectives: Mapping[str, Objective],
+    weights: Mapping[str, float],
+) -> EvaluationSamples:
+    """Sample and score ``batch`` with ``sampler``, split across the ranks. Collective, with the same result on all."""
+    mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
+    rollout = ranks.agree(lambda: sampler.draw(engine, mine))
+    first = mine.index[0] if mine.index else 0
+    scores = ranks.agree(lambda: sampler.score(mine, rollout, first_prompt=first))
+    values = ranks.agree(lambda: values_of_completions(scores.values, objectives))
+    texts = sampler.texts(mine.prompts, rollout)
+    shown = [texts[i * sampler.samples : (i + 1) * sampler.samples] for i in range(len(mine.ids))]
+    part = (values, rollout.lengths.cpu(), scores.answers, [plain_text(p) for p in mine.prompts], shown)
+    parts = ranks.gather_objects(part)
+    return EvaluationSamples(
+        rewards={name: torch.cat([rewards[name] for rewards, *_ in parts]) for name in values},
+        lengths=torch.cat([lengths for _, lengths, *_ in parts]),
+        answers={name: torch.cat([answers[name] for _, _, answers, *_ in parts]) for name in scores.answers},
+        objectives={name: str(objective) for name, objective in objectives.items()},
+        weights=dict(weights),
+        max_length=sampler.sampling.max_new_tokens,
+        prompts=[p for *_, prompts, _ in parts for p in prompts][:KEPT_PROMPTS],
+        completions=[c[:KEPT_SAMPLES] for *_, completions in parts for c in completions][:KEPT_PROMPTS],
+    )
 
 
 def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config import schema
-from nlgrpo.config.data_config import DataConfig
-from nlgrpo.config.schema import Config
+from nlgrpo.config.schema import Config, DataConfig
 from nlgrpo.data import prompt_dataset
-from nlgrpo.data.conversations import ChatOptions
-from nlgrpo.data.mixtures import MixedPrompts, merge, shares_of
+from nlgrpo.data.conversations import ChatOptions, load_tools
 from nlgrpo.data.prompt_dataset import PromptSet, Reader, SourceOptions, read_all
 from nlgrpo.data.sources import is_file, unread
-from nlgrpo.data.streams import PromptStream
-from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Limits
-from nlgrpo.engine.rollouts import evaluation_samples, run_inputs
-from nlgrpo.engine.rollouts.collect import Scorer
-from nlgrpo.engine.rollouts.reference_rollouts import read_index
-from nlgrpo.engine.rollouts.run_inputs import RunInputs
-from nlgrpo.engine.rollouts.store import digest_of, digest_of_text
-from nlgrpo.engine.rollouts.tools import load_tools
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError, as_user_error
 from nlgrpo.model.tokenizer import stop_ids_of
@@ -39,7 +26,9 @@ from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.distributed import Ranks
 
-RENDERED = "token ids of the same prompts (a template that writes the date does this)"
+if TYPE_CHECKING:
+    from nlgrpo.engine.environments import Environment
+
 EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
 
 
@@ -124,6 +113,8 @@ def read_prompts(
     _check_template_options(d, parts, sources)
     prompts: prompt_dataset.Prompts = sources[0]
     if d.mixture:
+        from nlgrpo.data.mixtures import MixedPrompts, shares_of
+
         try:
             prompts = MixedPrompts(sources, shares_of([weight for weight, _ in parts]))
         except ValueError as error:
@@ -182,6 +173,8 @@ def unread_files(cfg: Config) -> list[str]:
 
 def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
     """Load all training prompts, those of a mixture source by source, in their order; data.streaming is ignored."""
+    from nlgrpo.data.mixtures import merge
+
     parts = _parts(cfg.data)
     sources = [read_all(reader_of(cfg, part, tokenizer, limits), shuffle=False) for _, part in parts]
     _check_template_options(cfg.data, parts, sources)
@@ -210,9 +203,11 @@ def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
 
 def _source(
     cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits, *, seed: int
-) -> PromptSet | PromptStream:
+) -> prompt_dataset.Prompts:
     reader = reader_of(cfg, data, tokenizer, limits)
     if data.streaming:
+        from nlgrpo.data.streams import PromptStream
+
         return PromptStream(reader, seed=seed, shuffle_buffer=data.shuffle_buffer if data.shuffle else 0)
     return read_all(reader, seed=seed, shuffle=data.shuffle)
 
@@ -268,56 +263,3 @@ def load_rewards(
         for name, r in cfg.rewards.items()
     ]  # fmt: skip
     return parsed, loaded
-
-
-def digests_of(
-    cfg: Config,
-    source: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: prompt_dataset.Prompts,
-    held_out: PromptSet,
-    scorers: Sequence[Scorer],
-    stop_ids: Sequence[int],
-) -> RunInputs:
-    """Return the inputs of a run that trains a policy. Reads all files of the model and of the rewards."""
-    found = RunInputs(evaluation_samples.FILE)
-    known = prompts.all()
-    both = (known, held_out)  # of a stream, only those that are held out are known
-    streams = [one for one in getattr(prompts, "sources", [prompts]) if isinstance(one, PromptStream)]
-    if streams:
-        found.notes.append("a streamed data set has no digest: whether it has changed is not known")
-    if len(known) or len(held_out):
-        found.add("data", "data", run_inputs.digest_of_rows(both), "prompts or columns of the data, or their order")
-        found.add("ids", "template", run_inputs.digest_of_ids(both), RENDERED, unless=("data", "tokenizer", "template"))
-    if cfg.calibration.rollouts:
-        index = read_index(Path(os.path.expanduser(cfg.calibration.rollouts)))
-        content = json.dumps([index.store, index.samples, index.prompts, index.columns])
-        found.add("rollouts", "data", digest_of_text(content), f"rollouts in {cfg.calibration.rollouts}")
-    for scorer in scorers:
-        reward = cfg.rewards[scorer.name]
-        code = digest_of(*_code_in(reward.objective), *_code_in(reward.transform))
-        digest = digest_of_text(scorer.digest, code)
-        found.add(f"rewards.{scorer.name}", "rewards", digest, f"code or files of {scorer.spec}")
-    if cfg.environment.id:
-        code = digest_of(*_code_of_module(cfg.environment.id.rpartition("/")[2].replace("-", "_")))
-        found.add("environment", "rewards", code, f"code of the environment {cfg.environment.id}")
-    found.add_model(source, tokenizer, cfg.model.path)
-    ends = digest_of_text(json.dumps(sorted(set(stop_ids))))
-    found.add("stop ids", "model", ends, f"stop ids of {cfg.model.path}", unless=("tokenizer",))
-    return found
-
-
-def _code_in(text: str) -> list[Path]:
-    """Return the files of Python code of the functions that an objective or a transform names, once it is loaded."""
-    files: list[Path] = []
-    for place in text.split(":")[:-1]:
-        files += _code_of_module(place)
-        if place.endswith(".py"):
-            files += user_code.files_of(Path(os.path.expanduser(place)))
-    return files
-
-
-def _code_of_module(name: str) -> list[Path]:
-    """Return the files of a module that has been imported; [] for others, and for one without a file."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return user_code.files_of(Path(file)) if file else []

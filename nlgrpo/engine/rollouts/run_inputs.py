@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.prompt_dataset import PromptSet
+from nlgrpo.config.schema import Config
+from nlgrpo.data.prompt_dataset import Prompts, PromptSet
 from nlgrpo.engine.rollouts import store
 from nlgrpo.errors import UserError
-from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime import atomic_files, user_code
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.rollouts.collect import Scorer
 
 FILE = "inputs.json"
+EVALUATION_FILE = "evaluation.json"  # of the folder of a run, with the samples of its evaluation
+RENDERED = "token ids of the same prompts (a template that writes the date does this)"
 Kind = Literal["data", "rewards", "model", "tokenizer", "template"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -112,3 +120,57 @@ def digest_of_examples(examples: Iterable[Any]) -> str:
     for example in examples:
         total.update(json.dumps(example).encode())
     return total.hexdigest()[:16]
+
+
+def digests_of(
+    cfg: Config,
+    source: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    held_out: PromptSet,
+    scorers: Sequence[Scorer],
+    stop_ids: Sequence[int],
+) -> RunInputs:
+    """Return the inputs of a run that trains a policy. Reads all files of the model and of the rewards."""
+    found = RunInputs(EVALUATION_FILE)
+    known = prompts.all()
+    both = (known, held_out)  # of a stream, only those that are held out are known
+    if prompts.streamed:
+        found.notes.append("a streamed data set has no digest: whether it has changed is not known")
+    if len(known) or len(held_out):
+        found.add("data", "data", digest_of_rows(both), "prompts or columns of the data, or their order")
+        found.add("ids", "template", digest_of_ids(both), RENDERED, unless=("data", "tokenizer", "template"))
+    if cfg.calibration.rollouts:
+        from nlgrpo.engine.rollouts.reference_rollouts import read_index
+
+        index = read_index(Path(os.path.expanduser(cfg.calibration.rollouts)))
+        content = json.dumps([index.store, index.samples, index.prompts, index.columns])
+        found.add("rollouts", "data", store.digest_of_text(content), f"rollouts in {cfg.calibration.rollouts}")
+    for scorer in scorers:
+        reward = cfg.rewards[scorer.name]
+        code = store.digest_of(*_code_in(reward.objective), *_code_in(reward.transform))
+        digest = store.digest_of_text(scorer.digest, code)
+        found.add(f"rewards.{scorer.name}", "rewards", digest, f"code or files of {scorer.spec}")
+    if cfg.environment.id:
+        code = store.digest_of(*_code_of_module(cfg.environment.id.rpartition("/")[2].replace("-", "_")))
+        found.add("environment", "rewards", code, f"code of the environment {cfg.environment.id}")
+    found.add_model(source, tokenizer, cfg.model.path)
+    ends = store.digest_of_text(json.dumps(sorted(set(stop_ids))))
+    found.add("stop ids", "model", ends, f"stop ids of {cfg.model.path}", unless=("tokenizer",))
+    return found
+
+
+def _code_in(text: str) -> list[Path]:
+    """Return the files of Python code of the functions that an objective or a transform names, once it is loaded."""
+    files: list[Path] = []
+    for place in text.split(":")[:-1]:
+        files += _code_of_module(place)
+        if place.endswith(".py"):
+            files += user_code.files_of(Path(os.path.expanduser(place)))
+    return files
+
+
+def _code_of_module(name: str) -> list[Path]:
+    """Return the files of a module that has been imported; [] for others, and for one without a file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return user_code.files_of(Path(file)) if file else []

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.conversations import Prompt, is_continued, plain_text, transcript
+from nlgrpo.data.conversations import Prompt, is_continued, transcript
 from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.environments import Environment
 from nlgrpo.engine.generation import Conversation, Rollout
-from nlgrpo.engine.rollouts.evaluation_samples import KEPT_PROMPTS, KEPT_SAMPLES, EvaluationSamples
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserCodeError
 from nlgrpo.objectives.diversity import Diversity
@@ -25,8 +23,10 @@ from nlgrpo.rewards import reward_functions
 from nlgrpo.rewards.calling import needs_main_thread
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision import phases
+
+if TYPE_CHECKING:
+    from nlgrpo.engine.environments import Environment
 
 ENVIRONMENT = "environment"  # column of the outcomes of conversations, for rewards
 
@@ -113,35 +113,6 @@ class Sampler:
         late = [reward for reward in self.rewards if needs_main_thread(reward.function)]
         early = [reward for reward in self.rewards if not needs_main_thread(reward.function)]
         return replace(self, rewards=early), replace(self, rewards=late, environment=None)
-
-    def evaluate(
-        self,
-        engine: Engine,
-        batch: Batch,
-        ranks: Ranks,
-        objectives: Mapping[str, Objective],
-        weights: Mapping[str, float],
-    ) -> EvaluationSamples:
-        """Sample and score ``batch``, split across the ranks. Collective; all ranks return the same result."""
-        mine = batch.only(range(len(batch.ids))[ranks.share(len(batch.ids))])
-        rollout = ranks.agree(lambda: self.draw(engine, mine))
-        first = mine.index[0] if mine.index else 0
-        scores = ranks.agree(lambda: self.score(mine, rollout, first_prompt=first))
-        values = ranks.agree(lambda: values_of_completions(scores.values, objectives))
-        texts = self.texts(mine.prompts, rollout)
-        shown = [texts[i * self.samples : (i + 1) * self.samples] for i in range(len(mine.ids))]
-        part = (values, rollout.lengths.cpu(), scores.answers, [plain_text(p) for p in mine.prompts], shown)
-        parts = ranks.gather_objects(part)
-        return EvaluationSamples(
-            rewards={name: torch.cat([rewards[name] for rewards, *_ in parts]) for name in values},
-            lengths=torch.cat([lengths for _, lengths, *_ in parts]),
-            answers={name: torch.cat([answers[name] for _, _, answers, *_ in parts]) for name in scores.answers},
-            objectives={name: str(objective) for name, objective in objectives.items()},
-            weights=dict(weights),
-            max_length=self.sampling.max_new_tokens,
-            prompts=[p for *_, prompts, _ in parts for p in prompts][:KEPT_PROMPTS],
-            completions=[c[:KEPT_SAMPLES] for *_, completions in parts for c in completions][:KEPT_PROMPTS],
-        )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.errors import UserError
+from nlgrpo.rewards.calling import ErrorInProcess
 from nlgrpo.rewards.processes.user_functions import maker
 from nlgrpo.rewards.processes.workers import NoAnswer, TooLate, Worker
 from nlgrpo.runtime.supervision.time_limit import TimedOut
@@ -22,15 +23,6 @@ from nlgrpo.runtime.supervision.time_limit import TimedOut
 SCRIPT = Path(__file__).with_name("function_worker.py")
 LOADING = 600.0  # seconds in which a process has to load its function
 LOGS = ("log_metric", "log_extra")
-
-
-class ErrorInProcess(Exception):
-    """An error that a function raised in its process: its type ``kind``, its text ``said``, and its traceback."""
-
-    def __init__(self, kind: str, said: str, shown: str) -> None:
-        super().__init__(f"in a process of its own:\n{shown}")
-        self.kind = kind
-        self.said = said
 
 
 class ProcessEnded(RuntimeError):

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -19,7 +19,6 @@ from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.phases import Limits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
-from nlgrpo.runtime.supervision.watchdog import watching
 
 # What gloo and NCCL say if another rank has ended.
 ENDED = re.compile("Connection (closed|reset) by peer|remote process exited")
@@ -47,7 +46,7 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
     store, rank, world = (dist.HashStore(), 0, 1) if met is None else (met.store, met.rank, met.world)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     try:
-        with watching(met, limits), disk_errors():
+        with _watched(met, limits), disk_errors():
             yield Ranks(rank, world, device)
     except BrokenPipeError:  # the reader of the output is gone
         raise
@@ -63,6 +62,15 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
         if dist.get_world_size() > 1:
             gc.collect()
         dist.destroy_process_group()
+
+
+def _watched(met: Rendezvous | None, limits: Limits) -> AbstractContextManager[None]:
+    """Context in which several ranks watch each other."""
+    if met is None or met.world == 1:
+        return nullcontext()
+    from nlgrpo.runtime.supervision.watchdog import watching
+
+    return watching(met, limits)
 
 
 def _of_rank(error: Exception, rank: int) -> Exception:

@@ -27,13 +27,49 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
-from nlgrpo.runtime.supervision import phases, processes
+from nlgrpo.runtime.supervision import phases
 from nlgrpo.runtime.supervision.phases import Limits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
+
+
+def boot() -> str:
+    """Name this boot of this machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def namespace() -> str:
+    """Name the set of processes that this one can see: on this boot, in this container."""
+    try:
+        return f"{boot()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def state(pid: int) -> str:
+    """Return the state of a process, as ps: "T" for a stopped one; "Z" also if there is none."""
+    return _status(pid)[0]
+
+
+def begun(pid: int) -> str:
+    """Return when a process began, in ticks since the boot."""
+    found = _status(pid)
+    return found[19] if len(found) > 19 else ""
+
+
+def _status(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return ["Z"]
+
 
 EVERY = 2.0  # seconds between reports
 SILENT = 30.0  # seconds without a report of a process that cannot run, or without an answer of the store
@@ -154,7 +190,7 @@ class Watchdog:
             number=self.number,
             pid=os.getpid(),
             host=socket.gethostname(),
-            pids=processes.namespace(),
+            pids=namespace(),
             phase=str(phase),
             idle=self.clock - self.place[1],
             limit=min(self.limits.of(phase.name), sys.float_info.max),
@@ -256,8 +292,8 @@ def _text(frames: list[FrameType]) -> str:
 
 def _state(report: Report) -> str:
     """Return the state of a rank's process, as in ps; empty if this process cannot see it."""
-    seen = report.pids and report.pids == processes.namespace()
-    return processes.state(report.pid) if seen else ""
+    seen = report.pids and report.pids == namespace()
+    return state(report.pid) if seen else ""
 
 
 def _done(answer: Future[None], seconds: float) -> bool:

@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from nlgrpo.runtime import atomic_files
-from nlgrpo.training.tracking import run_files, trackers
+from nlgrpo.training.tracking import run_files
 from nlgrpo.training.tracking.terminal import SHOWN, ProgressLine, Sample, samples_table
 
+if TYPE_CHECKING:
+    from nlgrpo.training.tracking.trackers import BackgroundTracker, TrackedRun
+
 # What logging writes into the folder of a run.
-WRITTEN = (run_files.FILE, run_files.SAMPLES_FILE, trackers.FILE, "tensorboard", "wandb")
+WRITTEN = (run_files.FILE, run_files.SAMPLES_FILE, run_files.TRACKERS_FILE, "tensorboard", "wandb")
 
 
 class MetricsLogger:
@@ -33,7 +37,7 @@ class MetricsLogger:
         *,
         total_steps: int,
         enabled: bool,
-        tracked: trackers.TrackedRun | None = None,
+        tracked: TrackedRun | None = None,
         resume_step: int = 0,
         console: Console | None = None,
         shown: Sequence[tuple[str, str]] = SHOWN,
@@ -46,7 +50,11 @@ class MetricsLogger:
             run.mkdir(parents=True, exist_ok=True)
             for name in (run_files.FILE, run_files.SAMPLES_FILE):
                 run_files.trim(run / name, resume_step)
-        self._trackers = [] if tracked is None else trackers.start(tracked, run, resume_step)
+        self._trackers: list[BackgroundTracker] = []
+        if tracked is not None:
+            from nlgrpo.training.tracking import trackers
+
+            self._trackers = trackers.start(tracked, run, resume_step)
         self._progress = ProgressLine(total_steps, resume_step, shown, console)
         self.console = self._progress.console
 

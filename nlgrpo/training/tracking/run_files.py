@@ -19,6 +19,8 @@ from nlgrpo.runtime.distributed import Ranks
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 REPORT_FILE = "report.html"
+TRACKERS_FILE = "trackers.json"
+TRACKER_KEYS = ("train.track", "train.project", "train.run_name")  # they may change when a run resumes
 TAIL = 2**16  # bytes; more than two lines of metrics
 
 

@@ -30,6 +30,13 @@ SHOWN = (
     ("completions/mean_length", "len {:.0f}"),
     ("perf/tokens_per_s", "{:,.0f} tok/s"),
 )
+SHOWN_OFFLINE = (
+    ("loss", "loss {:.4f}"),
+    ("rewards/accuracies", "acc {:.3f}"),
+    ("rewards/margins", "margin {:.4f}"),
+    ("logps/chosen", "logp {:.2f}"),
+    ("perf/tokens_per_s", "{:,.0f} tok/s"),
+)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 
 from nlgrpo.config.schema import LoopConfig
 from nlgrpo.runtime import atomic_files, secrets
+from nlgrpo.training.tracking.run_files import TRACKERS_FILE
 from nlgrpo.training.tracking.terminal import Sample
 
-FILE = "trackers.json"
-KEYS = ("train.track", "train.project", "train.run_name")  # they may change when a run resumes
 WAITING = 1000  # calls that may wait for a slow tracker
 LAST_CALLS = 30.0  # seconds that a run waits at its end until a tracker has everything
 
@@ -78,7 +77,7 @@ class Memory:
     def read(cls, folder: Path, resume_step: int) -> Memory:
         """Read the file; what cannot be read counts as absent. A run that starts at step 0 remembers nothing."""
         try:
-            values = json.loads((folder / FILE).read_text("utf-8")) if resume_step > 0 else {}
+            values = json.loads((folder / TRACKERS_FILE).read_text("utf-8")) if resume_step > 0 else {}
         except (OSError, ValueError):
             values = {}
         known = values.items() if isinstance(values, dict) else ()
@@ -91,7 +90,7 @@ class Memory:
     def set(self, tracker: str, value: str) -> None:
         with self.lock:
             self.values[tracker] = value
-            atomic_files.atomic_write(self.folder / FILE, json.dumps(self.values, indent=1) + "\n")
+            atomic_files.atomic_write(self.folder / TRACKERS_FILE, json.dumps(self.values, indent=1) + "\n")
 
 
 @dataclass
