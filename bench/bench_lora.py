@@ -41,7 +41,6 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
     imported = peak_resident()
     peaks: list[int] = []
-    train.finish = lambda *_: peaks.append(peak_resident())
     options = {
         "model.path": args.folder / "model",
         "data.source": args.folder / "prompts.jsonl",
@@ -59,7 +58,8 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         "evaluation.prompts": 0,
         "train.out": args.folder / args.child,
     }
-    train.Run.save = lambda *_, **__: None  # type: ignore[method-assign]
+    setattr(train.PolicyTrainer, "finish", lambda *_: peaks.append(peak_resident()))  # noqa: B010
+    setattr(train.PolicyTrainer, "save", lambda *_, **__: None)  # noqa: B010
     if train.main(["blank", *(part for k, v in options.items() for part in (f"--{k}", str(v))), "--train.restart"]):
         sys.exit("the run failed")
     lines = [json.loads(line) for line in (args.folder / args.child / "metrics.jsonl").read_text().splitlines()]

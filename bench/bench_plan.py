@@ -83,11 +83,11 @@ def child(folder: Path, options: list[str]) -> None:
     planned: list[memory.Memory] = []
     show = table.show
 
-    def estimate(run: Any) -> Any:
-        planned.append(memory.estimate(table.workload(run)))
-        return show(run)
+    def estimate(setup: Any) -> Any:
+        planned.append(memory.estimate(table.workload(setup)))
+        return show(setup)
 
-    table.show = estimate
+    setattr(table, "show", estimate)  # noqa: B010
     if train.main(["blank", *options]):
         sys.exit("the run failed")
     phases = {name: planned[0].total(name) for name in planned[0].phases}

@@ -159,9 +159,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
     from nlgrpo.runtime.supervision import process_group
     from nlgrpo.runtime.supervision.stop_signal import StopSignal
     from nlgrpo.runtime.timing import Clock
-    from nlgrpo.train import train
-    from nlgrpo.training.build import build
-    from nlgrpo.training.rollouts import Rollouts
+    from nlgrpo.train import PolicyTrainer
 
     steps = args.warmup + args.steps
     settings = {
@@ -188,9 +186,8 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
         "evaluation": {"prompts": 0},
     }
     with process_group.start() as ranks:
-        run = build(from_dict(settings, Config()), ranks)
-        run.open_folder()
-        learner = run.learner()
+        trainer = PolicyTrainer.build(from_dict(settings, Config()), ranks)
+        trainer.claim()
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
         stop = Clock.stop
 
@@ -200,7 +197,9 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
                 with torch.profiler.record_function(f"phase {clock.current}"):
                     pass
 
-        with run.engine(learner) as sampler, run.logger() as log:
+        signals = StopSignal()
+        with trainer.loaded(signals), trainer.logger() as log:
+            trainer.begin(None, log)
             write = log.log
 
             def log_and_record(step: int, metrics: Mapping[str, float]) -> None:
@@ -214,7 +213,7 @@ def run_ours(folder: Path, args: argparse.Namespace, engine: str = "nlgrpo") -> 
 
             log.log = log_and_record  # type: ignore[method-assign]  # the last call of a step
             RECORD.begin()
-            train(run, learner, Rollouts(run, learner, sampler), StopSignal(), log)
+            trainer.train(signals, log)
         if args.device != "cpu":
             return
         RECORD.tokens.pop()

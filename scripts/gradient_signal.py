@@ -23,35 +23,37 @@ from nlgrpo.engine import logprobs
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.runtime.supervision import process_group
-from nlgrpo.training.build import build
+from nlgrpo.training import policy
+from nlgrpo.training.build import Setup, build
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.run import Run
 
 ESTIMATES, BATCHES = 4, 32
 
 
-def add_gradient(run: Run, learner: Learner) -> None:
-    """Add the gradient of the surrogate, sum of A log pi over the next batch, to the parameters' ``grad``."""
-    batch = run.next_batch()
-    rollout = run.sampler.draw(NativeEngine(learner.model), batch)
-    groups = GlobalBatch.gather(run.ranks, run.sampler.score(batch, rollout), rollout)
-    linear = combine(groups.linearize(run.objectives), run.aggregate.gradient(groups.values(run.objectives)))
+def add_gradient(setup: Setup, learner: Learner, number: int) -> None:
+    """Add the gradient of the surrogate, sum of A log pi over batch ``number``, to the parameters' ``grad``."""
+    prompts, objective = setup.config.rollout.prompts, setup.objective
+    batch = setup.prompts.take(number * prompts, prompts)
+    rollout = setup.sampler.draw(NativeEngine(learner.model), batch)
+    groups = GlobalBatch.gather(setup.ranks, setup.sampler.score(batch, rollout), rollout)
+    values = groups.values(objective.objectives)
+    linear = combine(groups.linearize(objective.objectives), objective.aggregate.gradient(values))
     advantages = groups.advantages(linear, "none").flatten()
     for part in learner.micro_batches(rollout, list(range(len(advantages)))):
         logprob, _ = logprobs.logprobs(learner.model, part, learner.temperature)
         (logprob * advantages[part.row].to(logprob)).sum().backward()
-    run.progress.advance(run.config.rollout.prompts, groups.tokens)
 
 
-def estimate(run: Run, learner: Learner) -> dict[str, Tensor]:
+def estimate(setup: Setup, learner: Learner, first: int) -> dict[str, Tensor]:
+    """Gradient per completion of `BATCHES` batches from number ``first`` on."""
     learner.optimizer.zero_grad()
-    for _ in range(BATCHES):
-        add_gradient(run, learner)
-    completions = BATCHES * run.config.rollout.prompts * run.config.rollout.samples
+    for number in range(first, first + BATCHES):
+        add_gradient(setup, learner, number)
+    completions = BATCHES * setup.config.rollout.prompts * setup.config.rollout.samples
     gradient = {name: p.grad / completions for name, p in learner.model.named_parameters() if p.grad is not None}
-    ends = list(run.sampler.sampling.stop_ids)
-    vocabulary = {name: g[ends] for name, g in gradient.items() if len(g) == run.shape.vocab}
+    ends = list(setup.sampler.sampling.stop_ids)
+    vocabulary = {name: g[ends] for name, g in gradient.items() if len(g) == setup.shape.vocab}
     return gradient | {f"{name}, end tokens": g for name, g in vocabulary.items()}
 
 
@@ -65,11 +67,11 @@ def main() -> None:
     cfg, _ = from_arguments(sys.argv[1:])
     with process_group.start() as ranks:
         try:
-            run = build(cfg, ranks)
+            setup = build(cfg, ranks)
         except ValueError as error:
             sys.exit(str(error))
-        learner = run.learner()
-        estimates = [estimate(run, learner) for _ in range(ESTIMATES)]
+        learner = policy.load_learner(setup)
+        estimates = [estimate(setup, learner, part * BATCHES) for part in range(ESTIMATES)]
     rows = {name: [g[name] for g in estimates] for name in estimates[0]}
     whole = [torch.cat([g[name].flatten() for name in g if "," not in name]) for g in estimates]
     for name, gradients in ({"all": whole} | rows).items():

@@ -21,8 +21,19 @@ from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
-from nlgrpo.runtime.supervision.divergence import DivergenceConfig
 from nlgrpo.runtime.supervision.phases import Limits
+
+MINIMUM_WINDOW = 20  # values that a band of divergence.window needs
+PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
+FREE = "free"  # in the metadata of a field
+T = TypeVar("T")
+AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
+
+
+def free(default: T) -> T:
+    """Return a field with this default that may differ when a run resumes: it does not change what is trained."""
+    found: T = field(default=default, metadata={FREE: True})
+    return found
 
 
 def _table(words: Sequence[str]) -> dict[str, Any]:
@@ -226,10 +237,6 @@ class VLLMConfig:
         return found
 
 
-PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
-AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
-
-
 @dataclass
 class ModelConfig:
     path: str = "story-lm"
@@ -238,7 +245,7 @@ class ModelConfig:
     """Compute dtype. auto: bfloat16 on a GPU (with float32 master weights), float32 on a CPU."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
-    compile: bool = False
+    compile: bool = free(False)
     """Compile the blocks with torch.compile, except their attention. On a CPU it saves no time: its ops are compiled
     already."""
 
@@ -262,7 +269,7 @@ class RolloutConfig:
     """Sample from tokens with at least this fraction of the probability of the most likely token."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end a completion, in addition to the model's EOS."""
-    max_rows: int | None = None
+    max_rows: int | None = free(None)
     """Maximum number of completions decoded together per rank. It bounds the KV cache. None: 256 on a CPU, and on a GPU
     as many as its free memory holds."""
     engine: Literal["nlgrpo", "vllm"] = "nlgrpo"
@@ -439,35 +446,41 @@ class LoopConfig:
 
     seed: int = 0
     """Random seed."""
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = free(None)
     """Tokens per forward and backward; gradients are accumulated over micro-batches. None: 16384 on a GPU, and 1024 on
     a CPU, which fits its caches, or up to 8192 if a prompt and its completions need as many."""
-    checkpoint_every: int = 0
+    checkpoint_every: int = free(0)
     """Steps between checkpoints. 0: only at the end."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = free(2)
     """Number of checkpoints to keep: the newest ones."""
-    keep_every: int = 0
+    keep_every: int = free(0)
     """Also keep each checkpoint whose step is a multiple of this number. 0: only the newest ones."""
-    async_save: bool | None = None
+    async_save: bool | None = free(None)
     """Write checkpoints while training continues, from a copy in the memory of the host. None: with GPUs."""
-    track: tuple[str, ...] = ()
+    track: tuple[str, ...] = free(())
     """Trackers that get the metrics: "wandb", "trackio", "mlflow", "tensorboard"."""
-    project: str = "nlgrpo"
+    project: str = free("nlgrpo")
     """Project of the run in W&B and Trackio, and its experiment in MLflow."""
-    run_name: str = ""
+    run_name: str = free("")
     """Name of the run in trackers. Empty: the name of its folder."""
-    restart: bool = False
+    restart: bool = free(False)
     """Restart from scratch in a folder that holds a run. The files of that run are removed."""
-    allow_changed: tuple[Literal["data", "rewards", "model", "tokenizer", "template"], ...] = ()
+    allow_changed: tuple[Literal["data", "rewards", "model", "tokenizer", "template"], ...] = free(())
     """What may have changed since the run started: it then resumes with the new data, files of rewards, weights of
     model.path, tokenizer or chat template. Without a name here, a change of it is an error."""
-    timeout: float = 600.0
+    timeout: float = free(600.0)
     """Seconds without progress on any rank, or without a sign of life of one, after which all ranks end, and the rank
     to blame is named. Rewards may also take as long as their own timeouts; vLLM, environments, loading
     and saving have six times as long. inf: no limit."""
-    grace_period: float = 600.0
+    grace_period: float = free(600.0)
     """Seconds from SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 in which the step must be finished and saved; after them the
     process is ended. inf: no limit."""
+    profile: str = free("")
+    """Steps to profile, such as "10:13" for 10, 11 and 12: a trace, and on a GPU a memory snapshot, in the folder
+    "profile" of the run."""
+    deterministic: bool = free(False)
+    """On a GPU, compute with PyTorch's deterministic algorithms, so that a resumed run has the same bits as one that
+    was not interrupted. It is slower; an op that has no such algorithm is an error. CPUs need no setting."""
 
     def limits(self, **longer: float) -> Limits:
         """How long a rank may be in one place: longer while it loads or saves, and in the phases ``longer``."""
@@ -479,44 +492,73 @@ class LoopConfig:
 class EpochsConfig(LoopConfig):
     epochs: float = 1.0
     """Epochs: passes over the examples."""
-    out: str = ""
+    out: str = free("")
     """Folder of the run. Empty: runs/<name of the .toml file>, or runs/<name of the command>."""
 
 
 @dataclass
 class TrainConfig(LoopConfig):
-    steps: int = 100
+    steps: int = free(100)
     """Training steps, with one rollout each."""
     seed: int = 0
     """Random seed of prompts, samples and minibatches."""
-    out: str = ""
+    out: str = free("")
     """Folder of the run. Empty: runs/<recipe>."""
-    checkpoint_every: int = 50
+    checkpoint_every: int = free(50)
     """Steps between checkpoints. 0: only at the end."""
-    samples_every: int = 50
+    samples_every: int = free(50)
     """Steps between tables of sampled completions. 0: never."""
-    profile: str = ""
-    """Steps to profile, such as "10:13" for 10, 11 and 12: a trace, and on a GPU a memory snapshot, in the folder
-    "profile" of the run."""
-    push: str = ""
+    push: str = free("")
     """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
-    max_empty_steps: int = 20
+    max_empty_steps: int = free(20)
     """Steps in a row without a reward for any completion, because all abstained or failed, that end the run with an
     error. 0: never."""
     check_memory: bool = True
     """Refuse a run whose plan needs more memory than the machine has."""
-    deterministic: bool = False
-    """On a GPU, compute with PyTorch's deterministic algorithms, so that a resumed run has the same bits as one that
-    was not interrupted. It is slower; an op that has no such algorithm is an error. CPUs need no setting."""
+
+
+@dataclass
+class DivergenceConfig:
+    """What happens when a metric leaves its band."""
+
+    action: Literal["none", "warn", "stop", "rollback"] = "warn"
+    """What to do when the loss, the KL, the gradient norm, the objective or the length of completions has left its
+    band, or all linearised rewards of a prompt are equal, so that nothing is learned: warn, with what to change; stop;
+    or roll back to the last checkpoint before it, and continue with other samples. The rewards themselves do not
+    decide: those of opposed users cancel in their sum, and their mean may fall while best-of-N rises."""
+    window: int = 50
+    """Steps whose values make a band: their median, plus or minus `factor` standard deviations (from the median
+    absolute deviation)."""
+    factor: float = 10.0
+    """Half of the width of a band, in standard deviations."""
+    patience: int = 3
+    """Steps in a row outside of its band after which a metric has left it."""
+    max_kl: float | None = None
+    """KL per token above which it has left its band, whatever the last values are. None: no limit."""
+    rollbacks: int = 3
+    """Rollbacks after which a run stops instead."""
+
+    def faults(self) -> list[str]:
+        """List the values that are not possible."""
+        allowed = {
+            "window": (f">= {MINIMUM_WINDOW}", self.window >= MINIMUM_WINDOW),
+            "factor": ("> 0", self.factor > 0),
+            "patience": (">= 1", self.patience >= 1),
+            "max_kl": ("> 0 or none", self.max_kl is None or self.max_kl > 0),
+            "rollbacks": (">= 0", self.rollbacks >= 0),
+        }
+        return [
+            f"divergence.{k} = {getattr(self, k)}: allowed is {text}" for k, (text, ok) in allowed.items() if not ok
+        ]
 
 
 @dataclass
 class EvaluationConfig:
-    prompts: int = 64
+    prompts: int = free(64)
     """Number of evaluation prompts, before and after training. 0: no evaluation."""
-    samples: int = 16
+    samples: int = free(16)
     """n, completions per prompt."""
-    ns: tuple[int, ...] = (1, 4)
+    ns: tuple[int, ...] = free((1, 4))
     """Values of N for the printed best-of-N. 1 is the mean."""
 
 
@@ -528,18 +570,18 @@ class Config:
     """Name of the recipe that the configuration started from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={FREE: True})
     data: DataConfig = field(default_factory=DataConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig, metadata={FREE: True})
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     offline: OfflineConfig = field(default_factory=OfflineConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig, metadata={FREE: True})
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

@@ -126,11 +126,13 @@ def read(path: str | Path) -> Adapter:
     return Adapter(folder, config, tensors, saved.get("base_model_name_or_path") or "", saved.get("task_type") or "")
 
 
-def resolve(config: LoraConfig, shape: Shape) -> LoraConfig:
-    """Return the settings of the adapters of a model, which an adapter at ``config.path`` defines.
+def resolve(config: LoraConfig, shape: Shape) -> LoraConfig | None:
+    """Return the settings of the adapters of a model, which an adapter at ``config.path`` defines; None without any.
 
     Raises UserError as `read`, and for layers that the model does not have.
     """
+    if not config.enabled:
+        return None
     settings = replace(read(config.path).config, path=config.path) if config.path else config
     lora.check(settings, shape)
     return settings

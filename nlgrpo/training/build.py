@@ -1,37 +1,76 @@
-"""Builds a run from its configuration."""
+"""What a run of a policy is made of, from its configuration: tokenizer, data, rewards, objectives. No weights yet."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from nlgrpo.config import validate
 from nlgrpo.config.schema import Config
+from nlgrpo.data.prompt_dataset import Prompts, PromptSet
 from nlgrpo.engine.rollouts.inputs import find_columns, load_environment, load_prompts, load_rewards, sampling_of
 from nlgrpo.engine.rollouts.sampler import ENVIRONMENT, Sampler
 from nlgrpo.model import decoder, hf_weights
-from nlgrpo.model.architectures import check_causal, shape_of
+from nlgrpo.model.architectures import Shape, check_causal, shape_of
+from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.objectives import aggregation
 from nlgrpo.rewards import reward_functions
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.run import Progress, Run
+from nlgrpo.training.global_batch import JointObjective
 
 if TYPE_CHECKING:
     from nlgrpo.engine.rollouts.collect import Provenance
+    from nlgrpo.training.offline import OfflineSamples
+    from nlgrpo.training.reference_rewards import ReferenceRewards
 
 
-def build(cfg: Config, ranks: Ranks) -> Run:
-    """Build a run: load the tokenizer, data and rewards. `Run.learner` loads the weights later.
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run of a policy before its weights are loaded."""
 
-    Raises UserError for a configuration that cannot be run.
-    """
+    config: Config
+    ranks: Ranks
+    source: Path
+    """Directory of the initial model."""
+    shape: Shape
+    tokenizer: PreTrainedTokenizerBase
+    compute: torch.dtype
+    adapter: LoraConfig | None
+    """Settings of the policy's adapters."""
+    prompts: Prompts
+    held_out: PromptSet
+    """Prompts of the evaluation."""
+    sampler: Sampler
+    objective: JointObjective
+    references: ReferenceRewards | None
+    """Samples of the reference, among which rewards with a transform are ranked."""
+    samples: OfflineSamples | None
+    """Samples of the reference that an offline algorithm, or loss.jeffreys, trains on."""
+
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens of a prompt with its completion."""
+        environment = self.config.environment
+        if environment.id:
+            return min(self.shape.context, environment.max_tokens or self.shape.context)
+        return max(self.prompts.longest, self.held_out.longest) + self.config.rollout.max_new_tokens
+
+
+def build(cfg: Config, ranks: Ranks) -> Setup:
+    """Load tokenizer, data and rewards. Raises UserError for a configuration that cannot be run."""
     validate.check(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)
     model_config = decoder.read_config(source)
     check_causal(model_config)
     shape = shape_of(model_config)
     tokenizer = load_tokenizer(source)
+    compute = compute_dtype(cfg.model.dtype, ranks.device)
     environment = load_environment(cfg, tokenizer, shape, ranks)
     prompts, held_out = load_prompts(cfg, tokenizer, shape, environment)
     objectives, rewards = load_rewards(cfg, ranks.device)
@@ -41,9 +80,17 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         examples = scored.all()  # those of a stream are not known yet
         reward_functions.check_rows(rewards, examples.prompts, examples.rows)
     sampling = sampling_of(cfg, tokenizer, source)
-    compute = compute_dtype(cfg.model.dtype, ranks.device)
-    rows, seed = cfg.rollout.max_rows, cfg.train.seed
-    sampler = Sampler(tokenizer, sampling, cfg.rollout.samples, rows, seed, rewards, environment)
+    sampler = Sampler(
+        tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, rewards, environment
+    )
+    weights = {name: reward.weight for name, reward in cfg.rewards.items()}
+    objective = JointObjective(
+        objectives=objectives,
+        weights=weights,
+        aggregate=aggregation.parse(cfg.loss.aggregate, list(weights.values())),
+        at=cfg.loss.aggregate_at,
+        memory=cfg.loss.aggregate_memory,
+    )
 
     def origin() -> Provenance:
         """The model and the sampling that rollouts of the reference must have."""
@@ -67,25 +114,23 @@ def build(cfg: Config, ranks: Ranks) -> Run:
         from nlgrpo.training import reference_rewards
 
         references = reference_rewards.make(cfg, sampler, objectives, known, origin, ranks)
-    run = Run(
+    setup = Setup(
         config=cfg,
         ranks=ranks,
-        tokenizer=tokenizer,
-        shape=shape,
         source=source,
+        shape=shape,
+        tokenizer=tokenizer,
+        compute=compute,
+        adapter=adapter,
         prompts=prompts if samples is None else samples.prompts,
         held_out=held_out,
         sampler=sampler,
-        objectives=objectives,
-        aggregate=aggregation.parse(cfg.loss.aggregate, [r.weight for r in cfg.rewards.values()]),
+        objective=objective,
         references=references,
         samples=samples,
-        compute=compute,
-        adapter=adapter,
-        progress=Progress(beta=cfg.loss.beta),
     )
     if cfg.loss.algorithm == "ppo":
         from nlgrpo.training import critic
 
-        critic.check(cfg, shape, longest=run.longest)
-    return run
+        critic.check(cfg, shape, longest=setup.longest)
+    return setup

@@ -19,6 +19,7 @@ from nlgrpo.engine.generation import Rollout
 from nlgrpo.engine.rollouts.sampler import errors_of_user_objective, values_of_completions
 from nlgrpo.errors import UserError
 from nlgrpo.objectives.advantages import Baseline, advantages, effective_sample_size
+from nlgrpo.objectives.aggregation import Aggregate, moving_average
 from nlgrpo.objectives.registry import (
     Objective,
     linearize_present,
@@ -34,6 +35,33 @@ if TYPE_CHECKING:
 
 RUN_METRICS = ("step", "kl", "logps", "critic", "win_rate")  # reserved metric names that not every run or step logs
 EQUAL = 1e-8  # absolute tolerance, as in TRL: equal rewards must count as equal although sums are rounded
+
+
+@dataclass(frozen=True)
+class JointObjective:
+    """g(R_1, .., R_m): the objectives R_i of all rewards, and how they are aggregated."""
+
+    objectives: Mapping[str, Objective]
+    weights: Mapping[str, float]
+    aggregate: Aggregate
+    at: Literal["batch", "prompt"]
+    """Aggregate the means over all prompts, or the values at each prompt."""
+    memory: float
+    """Decay of the moving averages at which the gradient is taken; 0: the values themselves."""
+
+    def aggregated(self, values: Tensor, averages: list[float]) -> tuple[Tensor, Tensor]:
+        """Return g(R_1, .., R_m) and its gradient, given the objectives' ``values`` (m, P).
+
+        At each prompt, shapes are (P,) and (m, P); of the batch, () and (m,). ``averages``: the moving averages, which
+        this call updates in place.
+        """
+        if self.at == "batch":
+            values = values.nanmean(-1)
+        point = values
+        if self.memory > 0:
+            point = moving_average(averages, values, self.memory)
+            averages[:] = point.tolist()
+        return self.aggregate.value(values), self.aggregate.gradient(point)
 
 
 @dataclass(frozen=True)

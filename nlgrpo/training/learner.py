@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,15 +25,6 @@ from nlgrpo.runtime.distributed import Ranks
 if TYPE_CHECKING:
     from nlgrpo.losses.correction import Corrected
     from nlgrpo.training.critic import Critic
-
-
-def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate at ``step`` of ``steps``: linear warm-up, then the schedule."""
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    progress = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return optim.lr * factor[optim.schedule]
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -15,12 +15,14 @@ from torch import Tensor
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import EngineError, PolicyEngine
 from nlgrpo.engine.generation import Rollout
+from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.seeding import random_state, set_random_state
 from nlgrpo.runtime.supervision.threads import in_thread
+from nlgrpo.training.build import Setup
 from nlgrpo.training.learner import Learner
-from nlgrpo.training.run import Run
+from nlgrpo.training.trainer import Progress
 
 if TYPE_CHECKING:
     from nlgrpo.training.reference_rewards import CalibratedReward
@@ -52,16 +54,21 @@ class Rollouts:
     With ``ahead`` = 0 all happens in the calling thread.
     """
 
-    run: Run
+    setup: Setup
+    sampler: Sampler
+    """With the seed of this part of the run."""
     learner: Learner
     engine: PolicyEngine
+    progress: Progress
+    save: Callable[[], None]
+    """Saves a checkpoint of the state before the current step."""
     waiting: deque[Future[Drawn]] = field(default_factory=deque)
     scored: Future[Scores] | None = None  # of the last rollout that was requested ahead
     warned: bool = False
 
     @property
     def ahead(self) -> int:
-        return self.run.config.rollout.ahead
+        return self.setup.config.rollout.ahead
 
     def draw(self) -> Drawn:
         """Return the rollout of the current step; collective.
@@ -71,8 +78,8 @@ class Rollouts:
         try:
             return self.next()
         except UserError as error:  # on all ranks
-            if self.run.ranks.any(isinstance(error, EngineError)):
-                self.run.save(self.learner)
+            if self.setup.ranks.any(isinstance(error, EngineError)):
+                self.save()
             raise
 
     def score(self, drawn: Drawn, ref: Tensor | None) -> tuple[Scores, dict[str, CalibratedReward]]:
@@ -84,14 +91,14 @@ class Rollouts:
         generators = random_state()
         try:
             scores = self.scores(drawn)
-            if self.run.references is None:
+            if self.setup.references is None:
                 return scores, {}
             with self.learner.as_reference() as reference:
-                calibrated = self.run.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
+                calibrated = self.setup.references.calibrate(scores.values, drawn.batch, drawn.rollout, ref, reference)
                 return scores, calibrated
         except UserCodeError:
             set_random_state(generators)
-            self.run.save(self.learner)
+            self.save()
             raise
 
     def next(self) -> Drawn:
@@ -100,12 +107,12 @@ class Rollouts:
         Raises UserError on all ranks if it cannot be drawn, or is older than ``ahead`` steps: EngineError on those
         whose engine failed.
         """
-        run, step = self.run, self.run.progress.step
+        ranks, step = self.setup.ranks, self.progress.step
         if not self.waiting:  # at the start, and for ahead = 0
             self.engine.take(self.learner.model, step)
             self.waiting.append(self._request(step))
-        drawn = run.ranks.agree(lambda: self._drawn(self.waiting.popleft()))
-        last = min(step + self.ahead, run.config.train.steps - 1)
+        drawn = ranks.agree(lambda: self._drawn(self.waiting.popleft()))
+        last = min(step + self.ahead, self.setup.config.train.steps - 1)
         if step + len(self.waiting) < last:
             if self.engine.version != step:
                 self.engine.take(self.learner.model, step)
@@ -114,7 +121,7 @@ class Rollouts:
         return drawn
 
     def _drawn(self, waiting: Future[Drawn]) -> Drawn:
-        drawn, step = waiting.result(), self.run.progress.step
+        drawn, step = waiting.result(), self.progress.step
         version = drawn.rollout.version
         if version is None or not 0 <= step - version <= self.ahead:
             raise EngineError(
@@ -123,29 +130,46 @@ class Rollouts:
             )
         return drawn
 
+    def batch(self, later: int = 0) -> Batch:
+        """This rank's share of the prompts of the step that is ``later`` steps after the current one."""
+        prompts = self.setup.config.rollout.prompts
+        share = prompts // self.setup.ranks.world
+        first = self.progress.cursor + later * prompts + self.setup.ranks.rank * share
+        return self.setup.prompts.take(first, share)
+
+    def _score(self, batch: Batch, rollout: Rollout, step: int, sampler: Sampler) -> Scores:
+        """Score this rank's completions of the prompts of ``step`` with the rewards of ``sampler``."""
+        return sampler.score(
+            batch,
+            rollout,
+            step=step,
+            total_steps=self.setup.config.train.steps,
+            first_prompt=self.setup.ranks.rank * len(batch.ids),  # among those of the step
+        )
+
     def _request(self, step: int) -> Future[Drawn]:
         """Request the rollout of ``step``, in the background if anything is drawn ahead."""
-        batch = self.run.next_batch(step - self.run.progress.step)
+        batch = self.batch(step - self.progress.step)
         if self.ahead:
             return self._in_background(batch, step)
         future: Future[Drawn] = Future()
         try:
-            rollout = self.run.sampler.draw(self.engine, batch)
-            future.set_result(Drawn(batch, rollout, lambda: self.run.score(batch, rollout, step)))
+            rollout = self.sampler.draw(self.engine, batch)
+            future.set_result(Drawn(batch, rollout, lambda: self._score(batch, rollout, step, self.sampler)))
         except UserError as error:
             future.set_exception(error)
         return future
 
     def _in_background(self, batch: Batch, step: int) -> Future[Drawn]:
         """Draw and score in threads. Rollouts are scored one after another, in the order of their steps."""
-        drawing, before = in_thread(lambda: self.run.sampler.draw(self.engine, batch)), self.scored
-        early, late = self.run.sampler.by_thread()
+        drawing, before = in_thread(lambda: self.sampler.draw(self.engine, batch)), self.scored
+        early, late = self.sampler.by_thread()
 
         def score() -> Scores:
             rollout = drawing.result()
             if before is not None:
                 wait([before])
-            return self.run.score(batch, rollout, step, early)
+            return self._score(batch, rollout, step, early)
 
         self.scored = scored = in_thread(score)
 
@@ -153,8 +177,8 @@ class Rollouts:
             found = scored.result()
             if not late.rewards:
                 return found
-            names = [reward.name for reward in self.run.sampler.rewards]
-            return found.joined(self.run.score(batch, drawing.result(), step, late), names)
+            names = [reward.name for reward in self.sampler.rewards]
+            return found.joined(self._score(batch, drawing.result(), step, late), names)
 
         return in_thread(lambda: Drawn(batch, drawing.result(), scores))
 
@@ -163,20 +187,22 @@ class Rollouts:
 
         Warns once if the log-probs of the same weights differ from the policy's in ``stats``, those of the update.
         """
-        if self.run.config.rollout.engine == "nlgrpo" or drawn.rollout.version is None:
+        if self.setup.config.rollout.engine == "nlgrpo" or drawn.rollout.version is None:
             return {}
         gap = stats["sampling/logp_difference/mean"]
-        same = drawn.rollout.version == step and not self.run.sampler.sampling.filtered
-        if same and gap > SUSPICIOUS and not self.warned and self.run.ranks.first:
+        same = drawn.rollout.version == step and not self.sampler.sampling.filtered
+        if same and gap > SUSPICIOUS and not self.warned and self.setup.ranks.first:
             print(
                 f"vLLM: its log-probs differ from those of the policy by {gap:.2g} nats per token on average, with the "
                 "same weights; check that both have the same dtype and model, and use loss.correction",
                 file=sys.stderr,
             )
             self.warned = True
-        oldest = -float(self.run.ranks.max(torch.tensor(-float(drawn.rollout.version), device=self.run.ranks.device)))
+        oldest = -float(
+            self.setup.ranks.max(torch.tensor(-float(drawn.rollout.version), device=self.setup.ranks.device))
+        )
         return {"sampling/version": oldest, "sampling/staleness": step - oldest}
 
     def scores(self, drawn: Drawn) -> Scores:
         """Return the scores of a rollout; collective. Raises RewardError on all ranks if a reward failed on one."""
-        return self.run.ranks.agree(drawn.scores)
+        return self.setup.ranks.agree(drawn.scores)

@@ -6,13 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlgrpo.config.schema import Config, LoopConfig, VLLMConfig
-from nlgrpo.engine.rollouts import run_inputs
-from nlgrpo.engine.rollouts.run_inputs import RunInputs
+from nlgrpo.config.schema import FREE, LoopConfig
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files, cpu_threads
 from nlgrpo.runtime.distributed import Ranks
@@ -20,27 +18,22 @@ from nlgrpo.training.tracking import run_files
 from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 
 if TYPE_CHECKING:
+    from nlgrpo.engine.rollouts.run_inputs import RunInputs
     from nlgrpo.runtime.checkpoint import Saver
     from nlgrpo.runtime.file_lock import FileLock
 
 FILE = "config.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
-# Keys that may change when a run of a policy resumes: its length, and what it saves and shows.
-FREE = (*run_files.TRACKER_KEYS,
-        "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.samples_every",
-        "train.profile", "train.push", "train.restart", "train.out", "train.micro_batch_tokens", "model.compile",
-        "rollout.max_rows",
-        "evaluation.prompts", "evaluation.samples", "evaluation.ns", "parallel.replicate",
-        "parallel.reshard_after_forward", "parallel.gather_for_sampling", "parallel.offload",
-        "train.timeout", "train.grace_period", "train.keep_every", "train.async_save", "train.max_empty_steps",
-        "train.deterministic", "train.allow_changed", "divergence.",
-        *(f"vllm.{key.name}" for key in fields(VLLMConfig)))  # fmt: skip
+_LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
 
-# Files and folders that such a run writes besides config.json.
-WRITTEN = (
-    *(
-        "checkpoints",
+
+def written() -> tuple[str, ...]:
+    """Files and folders that a run writes besides config.json."""
+    from nlgrpo.engine.rollouts import run_inputs
+
+    return (
+        CHECKPOINTS,
         "model",
         "adapter",
         "engine",
@@ -50,23 +43,23 @@ WRITTEN = (
         run_inputs.FILE,
         run_files.REPORT_FILE,
         cpu_threads.FILE,
-    ),
-    *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
-)
-
-_LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
+        *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
+    )
 
 
-def free(cfg: Config) -> tuple[str, ...]:
-    """Return `FREE` without the keys that this run's training depends on, and with those of how rewards are called.
+def free_keys(config: Any, prefix: str = "") -> tuple[str, ...]:
+    """Keys of a configuration that may differ when its run resumes: those made by `schema.free`.
 
-    The former are train.steps if the learning rate follows a schedule over the whole run, and evaluation.prompts if the
-    evaluation prompts are held out of the training data.
+    A section that may differ as a whole is one key, which ends with a dot.
     """
-    bound = {"train.steps": cfg.optim.schedule != "constant", "evaluation.prompts": not cfg.data.evaluation}
-    # Neither changes what a reward returns; a run that a reward has stopped may need them.
-    calls = [f"rewards.{name}.{key}: " for name in cfg.rewards for key in ("timeout", "process")]
-    return (*(name for name in FREE if not bound.get(name, False)), *calls)
+    found: list[str] = []
+    for key in fields(config):
+        value = getattr(config, key.name)
+        if key.metadata.get(FREE):
+            found.append(f"{prefix}{key.name}." if is_dataclass(value) else f"{prefix}{key.name}")
+        elif is_dataclass(value):
+            found += free_keys(value, f"{prefix}{key.name}.")
+    return tuple(found)
 
 
 def claim(
@@ -178,6 +171,8 @@ def begun_steps(folder: Path) -> int:
 
 def _compare(folder: Path, inputs: Callable[[], RunInputs], allowed: Sequence[str], advice: str) -> str:
     """Compare inputs with those of the first start, and record them; returns an error message, or an empty string."""
+    from nlgrpo.engine.rollouts import run_inputs
+
     saved = run_inputs.read_digests(folder)  # before the digests: it knows which files have been read
     current = inputs()
     begun = begun_steps(folder) > 0 or (folder / current.results).is_file()
@@ -253,6 +248,8 @@ def _lock(folder: Path, advice: str) -> None:
 
 def _ours(name: str) -> bool:
     """Whether a file is one of a run that was killed before it had a configuration."""
+    from nlgrpo.engine.rollouts import run_inputs
+
     return name == f"{FILE}.tmp" or name.startswith((LOCK, run_inputs.FILE))
 
 

@@ -19,8 +19,8 @@ from nlgrpo.engine.generation import Rollout
 from nlgrpo.runtime.device import gpu_of_device
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision import process_group
-from nlgrpo.training.build import build
-from nlgrpo.training.run import Run
+from nlgrpo.training import policy
+from nlgrpo.training.build import Setup, build
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def run(kit: Kit) -> None:
 
 def measure(kit: Kit, case: Case, ranks: Ranks) -> None:
     """Time, profile and size one update."""
-    run = build(from_dict(settings(kit, case), Config()), ranks)
-    work = table.workload(run)
+    setup = build(from_dict(settings(kit, case), Config()), ranks)
+    work = table.workload(setup)
     plan = memory.estimate(work)
     planned = plan.total("update") - work.process
     need(planned, kit.device)
-    learner = run.learner()
+    learner = policy.load_learner(setup)
     fill(learner.model)
-    rollout, advantages = samples(case, run)
+    rollout, advantages = samples(case, setup)
 
     def update() -> None:
         learner.update(rollout, advantages, step=0, lr=1e-6, beta=0.0)
@@ -79,7 +79,7 @@ def measure(kit: Kit, case: Case, ranks: Ranks) -> None:
     found |= {"tokens": work.tokens, "micro_batches": work.micro_batches} | rate(work, took)
     kit.put(**{case.title: found})
     few = max(1, min(case.prompts, 16_384 // (case.prompt + case.samples * case.tokens)))  # prompts of a micro-batch
-    rollout, advantages = samples(replace(case, prompts=few), run)
+    rollout, advantages = samples(replace(case, prompts=few), setup)
     profile = profiled(update, kit.device)
     found |= {"profiled_prompts": few, "kernel_seconds": profile.seconds, "launches": profile.launches}
     found |= {"top": profile.top}
@@ -111,13 +111,13 @@ def settings(kit: Kit, case: Case) -> dict[str, Any]:
     }
 
 
-def samples(case: Case, run: Run) -> tuple[Rollout, torch.Tensor]:
+def samples(case: Case, setup: Setup) -> tuple[Rollout, torch.Tensor]:
     """Random completions of the full length and their advantages (P, M)."""
-    device, shape = run.ranks.device, (case.prompts, case.samples, case.tokens)
+    device, shape = setup.ranks.device, (case.prompts, case.samples, case.tokens)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, run.shape.vocab, shape, generator=generator).to(device)
+    tokens = torch.randint(3, setup.shape.vocab, shape, generator=generator).to(device)
     lengths = torch.full(shape[:2], case.tokens, device=device)
-    batch = run.prompts.take(0, case.prompts)
+    batch = setup.prompts.take(0, case.prompts)
     rollout = Rollout([list(ids) for ids in batch.ids], tokens, torch.zeros(shape, device=device), lengths, lengths < 0)
     return rollout, torch.randn(shape[:2], generator=generator).to(device)
 

@@ -158,8 +158,8 @@ BUGS = [
     ("nlgrpo.training.global_batch.GlobalBatch.metrics", key, "KeyError: 'reward'"),
     ("nlgrpo.engine.rollouts.sampler.Sampler.draw", attribute, "AttributeError"),
     ("nlgrpo.training.learner.Learner.reference_logprobs", division, "ZeroDivisionError"),
-    ("nlgrpo.training.run.Run.watch", call, "TypeError"),
-    ("nlgrpo.training.run.Run.save", invariant, "AssertionError: P x M"),
+    ("nlgrpo.training.divergence.DivergenceWatch.look", call, "TypeError"),
+    ("nlgrpo.training.trainer.Trainer.save", invariant, "AssertionError: P x M"),
     ("nlgrpo.training.global_batch.GlobalBatch.linearize", pure, "ValueError: weights (3,) for M = 4"),
     ("nlgrpo.train.build", number, "ValueError: invalid literal"),
 ]

@@ -27,7 +27,7 @@ from nlgrpo.config.schema import OptimConfig
 from nlgrpo.losses.policy import packed_loss, token_weights
 from nlgrpo.objectives.advantages import advantages
 from nlgrpo.objectives.registry import Mean
-from nlgrpo.training.learner import learning_rate
+from nlgrpo.training.schedules import learning_rate
 
 YAML = """
 model_name_or_path: models/llama

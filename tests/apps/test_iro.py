@@ -375,10 +375,10 @@ def test_generation_with_what_was_learned(work, whole, capsys):
 def test_what_was_killed_or_stopped_goes_on(work, whole):
     stages = {
         "in the first rollouts": ("nlgrpo.engine.rollouts.collect:RolloutCollector.score", 2),
-        "in the first value": ("nlgrpo.training.scalar_head_trainer:Trainer.update", 3),
+        "in the first value": ("nlgrpo.training.scalar_heads:ScalarHeadTrainer.update", 3),
         "in guided rollouts": ("nlgrpo.engine.rollouts.collect:RolloutCollector.score", 9),
-        "in the second value": ("nlgrpo.training.scalar_head_trainer:Trainer.update", 27),
-        "while it is compressed": ("nlgrpo.training.scalar_head_trainer:Trainer.update", 38),
+        "in the second value": ("nlgrpo.training.scalar_heads:ScalarHeadTrainer.update", 27),
+        "while it is compressed": ("nlgrpo.training.scalar_heads:ScalarHeadTrainer.update", 38),
     }
     command, jobs = {"main": "nlgrpo.cli:main"}, []
     for name, order in stages.items():

@@ -190,7 +190,7 @@ def test_a_run_that_restarts_removes_its_report(tmp_path, undrawn):
     folder = make_run(tmp_path / "run")
     write_report(folder)
     assert len(list(folder.glob("*.png"))) == len(PICTURES)
-    run_folder._clear(folder, run_folder.WRITTEN)
+    run_folder._clear(folder, run_folder.written())
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 

@@ -201,7 +201,7 @@ def test_a_run_learns_and_its_model_is_a_reward(work, capsys):
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "optim__warmup_steps": 2, **LOSS}
-    update = "nlgrpo.training.scalar_head_trainer:Trainer.update"
+    update = "nlgrpo.training.scalar_heads:ScalarHeadTrainer.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
     command = {"main": "nlgrpo.apps.reward_model.reward_model:main"}
     jobs = [Job(arguments(work, name, **more), *order, **command) for name, order in orders.items()]

@@ -352,7 +352,7 @@ def test_runs_of_older_versions_resume(work, capsys):
 
 def test_a_run_resumes_bit_for_bit(work):
     more = {"train__checkpoint_every": 2, "evaluation__every": 3, "train__epochs": 3, "loss__lam": 0.5}
-    update = "nlgrpo.training.scalar_head_trainer:Trainer.update"
+    update = "nlgrpo.training.scalar_heads:ScalarHeadTrainer.update"
     orders = {"truth": (), "term": (update, 4, signal.SIGTERM), "kill": (update, 6)}
     command = {"main": "nlgrpo.cli:main"}
     jobs = [Job(arguments(work, name, **more), *order, **command) for name, order in orders.items()]

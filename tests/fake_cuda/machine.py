@@ -169,8 +169,7 @@ def training_on_fake_cuda() -> Iterator[None]:
     Checkpoints are not written, because their code reads the memory of the tensors.
     """
     from nlgrpo.runtime import device as defaults
-    from nlgrpo.training import critic, run
-    from nlgrpo.training import scalar_head_trainer as trainer
+    from nlgrpo.training import critic, policy, scalar_heads, trainer
 
     begin = dist.init_process_group
 
@@ -179,7 +178,7 @@ def training_on_fake_cuda() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "init_process_group", without_nccl)
-        for module in (defaults, critic, run, trainer):
+        for module in (defaults, critic, policy, scalar_heads):
             patched.setattr(module, "master_dtype", lambda compute: compute)
-        patched.setattr(run.Run, "save", lambda *_, **__: None)
+        patched.setattr(trainer.Trainer, "save", lambda *_, **__: None)
         yield

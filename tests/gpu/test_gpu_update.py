@@ -50,7 +50,7 @@ def trained(cfg, folder, device, *, flipped=False):
     if adapter is None:
         reference = decoder.load(folder, device=device).requires_grad_(False)
     cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
-    value = critic.make(cfg, model, ranks, torch.float32)
+    value = critic.make(cfg, model, ranks, torch.float32) if cfg.loss.algorithm == "ppo" else None
     learner = Learner(
         model=model,
         reference=reference if cfg.loss.beta > 0 else None,

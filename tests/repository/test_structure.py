@@ -82,7 +82,7 @@ def room(name):
 
 
 def test_imports_are_read_correctly():
-    assert {"nlgrpo.training.run", "nlgrpo.apps.plan.table"} <= ours(FILES["nlgrpo.train"])
+    assert {"nlgrpo.training.trainer", "nlgrpo.apps.plan.table"} <= ours(FILES["nlgrpo.train"])
     assert {"nlgrpo.kernels.linearize", "nlgrpo.kernels.logprob"} <= ours(FILES["nlgrpo.kernels"])
     assert "nlgrpo.kernels.linearize" in reached("nlgrpo.objectives.registry")
     assert "torch.distributed" in imports(FILES["nlgrpo.runtime.distributed"])
@@ -175,7 +175,7 @@ def test_the_trainer_imports_what_most_runs_use():
 def test_one_step_loads_at_most_150_modules(tmp_path):
     run = f"""
 from nlgrpo import train
-train.finish = lambda *_: None
+train.PolicyTrainer.finish = lambda *_: None
 out = ["--train.out", {str(tmp_path / "run")!r}, "--train.steps", "1"]
 evaluation = ["--evaluation.prompts", "2", "--evaluation.samples", "2", "--evaluation.ns", "1", "2"]
 assert train.main(["maze", *out, *evaluation, "--rollout.prompts", "2"]) == 0

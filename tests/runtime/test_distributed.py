@@ -98,7 +98,9 @@ def make_learner(
     where = ModelConfig(str(root / f"{case.family}-policy"))
     config = Config(model=where, loss=case.loss, critic=case.critic, parallel=parallel)
     adapter = case.lora if case.lora.enabled else None
-    value = critic.make(config, models_[0], ranks, compute, adapter)
+    value = None
+    if case.loss.algorithm == "ppo":
+        value = critic.make(config, models_[0], ranks, compute, adapter)
     optimizer = make_optimizer(models_[0], case.optim, None if value is None else value.module)
     reference = models_[0] if case.lora.enabled else models_[1].requires_grad_(False)
     return Learner(

@@ -17,9 +17,9 @@ from nlgrpo.objectives.registry import parse
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import critic
-from nlgrpo.training import run as runs
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner, make_optimizer
+from nlgrpo.training.schedules import learning_rates, next_beta
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -320,12 +320,10 @@ def test_the_policys_schedule_starts_after_the_critics_warm_up():
     given = ["length-mean", "--loss.algorithm", "ppo", "--critic.warmup_steps", "3", "--train.steps", "7"]
     given += ["--optim.lr", "1", "--critic.lr", "10", "--optim.warmup_steps", "2", "--optim.schedule", "linear"]
     cfg, _ = from_arguments([*given, "--loss.target_kl", "0.1", "--loss.beta", "1"])
-    run = object.__new__(runs.Run)
-    run.config, run.progress = cfg, runs.Progress(beta=1.0)
-    assert [run.rates(step)["lr"] for step in range(7)] == [0, 0, 0, 0.5, 1, 1, 0.5]
-    assert [run.rates(step)["critic_lr"] for step in range(3)] == [5, 10, 10]
-    assert [run.next_beta(step, 0.0) for step in range(3)] == [1, 1, 1]  # the policy is not trained yet
-    assert run.next_beta(3, 0.0) < 1
+    assert [learning_rates(cfg, step)["lr"] for step in range(7)] == [0, 0, 0, 0.5, 1, 1, 0.5]
+    assert [learning_rates(cfg, step)["critic_lr"] for step in range(3)] == [5, 10, 10]
+    assert [next_beta(cfg, step, 1.0, 0.0) for step in range(3)] == [1, 1, 1]  # the policy is not trained yet
+    assert next_beta(cfg, 3, 1.0, 0.0) < 1
 
 
 # --- its model, before a run begins -----------------------------------------------------------------------------------

@@ -93,13 +93,13 @@ def test_a_run_rolls_back_and_draws_other_samples(work, broken, monkeypatch, cap
     plain = options(work, "plain", divergence__action="rollback", train__samples_every=1)
     assert train.main(plain) == 0
     broken("low")
-    original = train.Run.roll_back
+    original = train.PolicyTrainer.roll_back
 
     def repaired(run, *given):
         original(run, *given)
         (work / "broken").write_text("")
 
-    monkeypatch.setattr(train.Run, "roll_back", repaired)
+    monkeypatch.setattr(train.PolicyTrainer, "roll_back", repaired)
     assert train.main(options(work, "rolls", divergence__action="rollback", train__samples_every=1)) == 0
     shown = capsys.readouterr()
     assert "rolled back to step 30, rollback 1" in shown.out

@@ -95,7 +95,7 @@ def test_rewards_are_those_of_the_environment(work):
 
 
 def test_a_killed_run_resumes_with_identical_results(work):
-    kill = Job(run_of(work, "killed"), "nlgrpo.train:online_step", 4)
+    kill = Job(run_of(work, "killed"), "nlgrpo.train:PolicyTrainer.online_step", 4)
     ended = run_all([Job(run_of(work, "whole")), kill, Job(run_of(work, "killed"))])
     assert [end.status for end in ended] == [0, -signal.SIGKILL, 0], ended[-1].output
     assert "resuming from step 2" in ended[-1].output

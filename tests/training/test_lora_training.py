@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from nlgrpo import cli, train
 from nlgrpo.model import decoder, lora, reward_model
 from nlgrpo.runtime.checkpoint import storage
-from nlgrpo.training.run import Run
+from nlgrpo.training import policy
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
@@ -111,10 +111,10 @@ def test_checkpoints_hold_what_is_trained(work):
 
 def test_the_reference_is_the_model_that_training_started_from(work, monkeypatch):
     """Log-probs of the reference in a run equal those of a copy of the model, bit for bit, after two steps too."""
-    found, references = [], Run.learner
+    found, references = [], policy.load_learner
 
-    def watched(run):
-        learner = references(run)
+    def watched(setup):
+        learner = references(setup)
         assert learner.reference is learner.model
         copy = decoder.load(work / "policy", dtype=torch.float64)
         original = type(learner).reference_logprobs
@@ -127,7 +127,7 @@ def test_the_reference_is_the_model_that_training_started_from(work, monkeypatch
         monkeypatch.setattr(type(learner), "reference_logprobs", compared)
         return learner
 
-    monkeypatch.setattr(Run, "learner", watched)
+    monkeypatch.setattr(policy, "load_learner", watched)
     assert train.main(run_of(work, "watched", train__steps=3)) == 0
     assert len(found) == 3
     for ref, truth in found:

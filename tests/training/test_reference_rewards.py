@@ -18,8 +18,10 @@ from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.rollouts.reference_rollouts import load
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training import policy
 from nlgrpo.training.build import build
 from nlgrpo.training.rollouts import Rollouts
+from nlgrpo.training.trainer import Progress
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -89,8 +91,9 @@ def calibrated_of(root, **more):
     """Data of the first step of a run: rollout, rewards, calibrated rewards, and the numbers of the reference."""
     cfg, _ = from_arguments(options(root, **more))
     run = build(cfg, Ranks(0, 1, torch.device("cpu")))
-    learner = run.learner()
-    rollouts = Rollouts(run, learner, NativeEngine(learner.model))
+    learner = policy.load_learner(run)
+    progress = Progress(beta=cfg.loss.beta)
+    rollouts = Rollouts(run, run.sampler, learner, NativeEngine(learner.model), progress, lambda: None)
     drawn = rollouts.next()
     ref = learner.reference_logprobs(drawn.rollout)
     scores, calibrated = rollouts.score(drawn, ref)

@@ -21,8 +21,6 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
-from nlgrpo.training.build import build
-from nlgrpo.training.rollouts import Rollouts
 
 SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
 
@@ -253,14 +251,14 @@ def test_a_stopped_run_resumes_as_one_that_was_not(tmp_path, monkeypatch):
         run = tmp_path / str(stopped)
         with FakeVLLM(SOURCE) as server:
             if stopped:
-                step = train.online_step
+                step = train.PolicyTrainer.online_step
 
-                def once(run, learner, rollouts, log, step=step):
-                    step(run, learner, rollouts, log)
-                    if run.progress.step == 3:
+                def once(trainer, log, step=step):
+                    step(trainer, log)
+                    if trainer.progress.step == 3:
                         signal.raise_signal(signal.SIGTERM)
 
-                monkeypatch.setattr(train, "online_step", once)
+                monkeypatch.setattr(train.PolicyTrainer, "online_step", once)
                 assert train.main(arguments(run, [server])) == 0
                 assert of(run, "step") == [0, 1, 2]
                 monkeypatch.undo()
@@ -316,13 +314,13 @@ def fails_on_one(rank, folder, url):
     Sampler.draw = one
     ranks = Ranks(rank, 2, torch.device("cpu"))
     cfg, _ = from_arguments([*arguments(folder / "run", []), "--vllm.servers", url])
-    run = build(cfg, ranks)
-    run.open_folder()
-    learner = run.learner()
-    with run.engine(learner) as engine, run.logger() as log:
-        stop = StopSignal()
+    trainer = train.PolicyTrainer.build(cfg, ranks)
+    trainer.claim()
+    stop = StopSignal()
+    with trainer.loaded(stop), trainer.logger() as log:
+        trainer.begin(None, log)
         try:
-            train.train(run, learner, Rollouts(run, learner, engine), stop, log)
+            trainer.train(stop, log)
         except ValueError as error:
             (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
 

@@ -18,7 +18,7 @@ import pytest
 from nlgrpo import train
 from nlgrpo.config.comparing import flat
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
-from nlgrpo.training.tracking import trackers
+from nlgrpo.training.tracking import run_files, trackers
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import read_jsonl
 from nlgrpo.training.tracking.terminal import Sample
@@ -123,7 +123,7 @@ def test_what_trackers_remember_survives_a_kill_and_not_a_restart(tmp_path):
     assert Memory.read(tmp_path, 3).values == {"wandb": "abc", "mlflow": "def"}
     assert Memory.read(tmp_path, 0).values == {}
     for content in ("{", "[]", '"x"', "null", '{"wandb": 3}'):
-        (tmp_path / trackers.FILE).write_text(content)
+        (tmp_path / run_files.TRACKERS_FILE).write_text(content)
         assert Memory.read(tmp_path, 3).values == {}
 
 
@@ -190,7 +190,7 @@ def test_wandb_offline(wandb, tmp_path, monkeypatch):
     assert len(folders) == 2
     runs = [records(next(folder.glob("*.wandb"))) for folder in folders]
     ids = {run["run"].run_id for run in runs}
-    assert ids == {json.loads((tmp_path / trackers.FILE).read_text())["wandb"]}
+    assert ids == {json.loads((tmp_path / run_files.TRACKERS_FILE).read_text())["wandb"]}
     first = runs[0]
     assert (first["run"].project, first["run"].display_name) == ("best-of-n", "first")
     config = {item.key: json.loads(item.value_json) for item in first["run"].config.update}
@@ -293,7 +293,7 @@ def test_trackio(tmp_path, trackio):
     log_run(tmp_path / "other", "trackio", 1)  # another run of the same name
     records = SQLiteStorage.get_run_records("best-of-n")
     assert [record["name"] for record in records] == ["first", "first"]
-    own = json.loads((tmp_path / "run" / trackers.FILE).read_text())["trackio"]
+    own = json.loads((tmp_path / "run" / run_files.TRACKERS_FILE).read_text())["trackio"]
     logs = [row for row in SQLiteStorage.get_logs("best-of-n", run_id=own) if "train/reward" in row]
     assert [(row["step"], row["train/reward"]) for row in logs] == [(s, s / 2) for s in range(8)]
     [first, second] = [row for row in SQLiteStorage.get_logs("best-of-n", run_id=own) if "completions" in row]

@@ -192,7 +192,7 @@ def test_the_completions_of_a_micro_batch_are_those_of_its_targets():
 
 def test_a_statistic_that_is_nan_is_left_out_of_the_maxima():
     """The sums show it."""
-    totals = learner._Totals(Ranks(0, 1, CPU))
+    totals = learner._Totals(Ranks(0, 1, CPU), None)
     stats = {"ratio_max": torch.tensor(torch.nan), "tokens": torch.tensor(2.0), "ratios": torch.tensor(2.0)}
     stats |= {name: torch.tensor(0.0) for name in ("entropy", "clip_low", "clip_high", "clip_region")}
     totals.add(torch.tensor(1.5), stats, None)

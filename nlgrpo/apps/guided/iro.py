@@ -37,7 +37,7 @@ from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
-from nlgrpo.training import scalar_head_trainer as trainer
+from nlgrpo.training import scalar_heads
 
 ABOUT = """Learn value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] [--section.key value]
 
@@ -126,7 +126,7 @@ def plan(loop: Loop) -> Table:
             "not supported by nlgrpo's decoder; name a reward model or causal model that is"
         )
     initial = options.value.path or loop.cfg.model.path
-    context = trainer.max_length(initial, None)
+    context = scalar_heads.max_length(initial, None)
     by_text = guides.note(reward_model.locate(initial)[0], job.sampler.tokenizer)
     longest = max(map(len, job.prompts.ids)) + limit
     if longest > context and not by_text:

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from nlgrpo.apps.guided.value_config import from_arguments
 from nlgrpo.apps.guided.value_training import build
-from nlgrpo.training import scalar_head_trainer as trainer
+from nlgrpo.training import scalar_heads, trainer
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``value train ...``, ``value compress ...``; see `trainer.command`."""
+    """``value train ...``, ``value compress ...``; see `scalar_heads.command`."""
 
     def launch(rest: Sequence[str], dry_run: bool, *, compress: bool) -> None:
-        trainer.launch(from_arguments(rest, compress=compress), build, dry_run=dry_run)
+        cfg = from_arguments(rest, compress=compress)
+        trainer.launch(cfg, build, limits=cfg.train.limits(), dry_run=dry_run)
 
     modes = {
         "train": lambda rest, dry_run: launch(rest, dry_run, compress=False),
         "compress": lambda rest, dry_run: launch(rest, dry_run, compress=True),
     }
-    return trainer.command(arguments, "value", modes)
+    return scalar_heads.command(arguments, "value", modes)

@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 from nlgrpo.config.overrides import from_file
-from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
+from nlgrpo.config.schema import FREE, EpochsConfig, ModelConfig, OptimConfig, free
 from nlgrpo.config.validate import lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
@@ -75,7 +75,7 @@ class ValueTrainConfig(EpochsConfig):
 class ValueEvaluationConfig:
     prompts: int = 32
     """Number of held-out prompts, at most half of them. 0: no evaluation."""
-    every: int = 0
+    every: int = free(0)
     """Steps between evaluations during training. 0: only before and after."""
 
 
@@ -87,7 +87,7 @@ class ValueConfig:
     """Name of the run."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={FREE: True})
     data: RolloutsConfig = field(default_factory=RolloutsConfig)
     loss: RegressionConfig = field(default_factory=RegressionConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)

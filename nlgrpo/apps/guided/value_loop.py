@@ -42,7 +42,6 @@ from nlgrpo.model.decoder import Decoder
 from nlgrpo.objectives.aggregation import sum_of_applicable
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import run_folder
-from nlgrpo.training import scalar_head_trainer as trainer
 
 RESULTS = "iro.json"
 ADVICE = "another folder with --out"
@@ -262,7 +261,12 @@ class Loop:
         UserError if the folder holds something else.
         """
         identity = _Identity(_kept(self.options), self.cfg, _contents(job))
-        free = ("iro.iterations", "iro.betas", "iro.compress", *(f"config.{name}" for name in trainer.FREE))
+        free = (
+            "iro.iterations",
+            "iro.betas",
+            "iro.compress",
+            *(f"config.{name}" for name in run_folder.free_keys(ValueConfig())),
+        )
         run_folder.claim(self.folder, identity, self.queue.ranks, free=free, restart=False, advice=ADVICE)
 
     def run(self) -> bool:
@@ -291,9 +295,9 @@ class Loop:
         done = results.is_file() and "after" in json.loads(results.read_text("utf-8"))
         if self.queue.ranks.any(not done):
             assert self.queue.stop is not None
-            return trainer.fit(cfg, value_training.build, self.queue.ranks, self.queue.stop)
+            return value_training.build(cfg, self.queue.ranks).fit(self.queue.stop)
         advice = ADVICE + ", or --no-compress" * bool(cfg.compress.values)
-        run_folder.claim(cfg.run, cfg, self.queue.ranks, free=trainer.FREE, restart=False, advice=advice)
+        run_folder.claim(cfg.run, cfg, self.queue.ranks, free=run_folder.free_keys(cfg), restart=False, advice=advice)
         self.queue.console.print(f"{cfg.run} is already done", highlight=False, soft_wrap=True)
         return True
 

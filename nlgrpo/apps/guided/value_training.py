@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -36,7 +37,9 @@ from nlgrpo.model.value_model import as_values, kind_of, outputs, set_kind
 from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training import scalar_head_trainer as trainer
+from nlgrpo.runtime.seeding import seed_everything
+from nlgrpo.training import scalar_heads
+from nlgrpo.training.scalar_heads import ScalarHeadTrainer
 
 PARTS = 5  # equal parts of a completion that `evaluate` reports separately
 
@@ -51,7 +54,7 @@ class Teacher:
 
 
 @dataclass(kw_only=True)
-class ValueTrainer(trainer.Trainer):
+class ValueTrainer(ScalarHeadTrainer):
     """Trains a value model on outcomes, or on the values of ``teachers``."""
 
     config: ValueConfig
@@ -139,8 +142,8 @@ class ValueTrainer(trainer.Trainer):
             sums += _sums_by_part(self.held_out, batch, values, self.targets(self.held_out, batch, values, 1.0))
         return evaluated(self.ranks.sum(sums))
 
-    def plan(self) -> Table:
-        return plan(self)
+    def print_plan(self, console: Console) -> None:
+        console.print(plan(self))
 
     def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table:
         return results_table(before, after)
@@ -225,9 +228,10 @@ def evaluated(sums: Tensor) -> dict[str, Any]:
 def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
     """Load tokenizer, rollouts and models. Raises UserError for a configuration that cannot be run."""
     check(cfg)
+    seed_everything(cfg.train.seed)
     source = reward_model.locate(cfg.model.path)[0]
     tokenizer = load_tokenizer(source)
-    longest = trainer.max_length(cfg.model.path, cfg.data.max_length)
+    longest = scalar_heads.max_length(cfg.model.path, cfg.data.max_length)
     outcomes = value_dataset.load(
         cfg.data.rollouts,
         tokenizer,
@@ -258,7 +262,7 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
                 f"no completion to train on: {outcomes!r}. data.drop_equal needs prompts with different rewards"
             )
     run = ValueTrainer(
-        outcomes=outcomes, held_out=held_out, teachers=[], **trainer.begin(cfg, ranks, tokenizer, longest)
+        outcomes=outcomes, held_out=held_out, teachers=[], **scalar_heads.begin(cfg, ranks, tokenizer, longest)
     )
     if cfg.train.head_only:
         run.model.requires_grad_(False)
@@ -293,7 +297,7 @@ def plan(run: ValueTrainer) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, shape = run.config, run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
-    head = "its saved head" if run.trained else f"a new head, seed {cfg.train.seed}"
+    head = "its saved head" if run.loaded_head else f"a new head, seed {cfg.train.seed}"
     rows = {
         "model": f"{cfg.model.path} ({shape.family}, {count:,} parameters, {head}, computes in "
         f"{str(run.compute).removeprefix('torch.')})",

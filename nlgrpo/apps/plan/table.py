@@ -23,32 +23,32 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.tokenizer import count_tokens
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.console import first_tokens, named_lines, size
-from nlgrpo.training.run import Run
+from nlgrpo.training.build import Setup
 
 if TYPE_CHECKING:
     from nlgrpo.training.offline import OfflineSamples
 
 
-def workload(run: Run) -> Workload:
+def workload(setup: Setup) -> Workload:
     """The workload of a run that this process is about to start."""
-    cfg, cpu = run.config, run.ranks.device.type == "cpu"
+    cfg, cpu = setup.config, setup.ranks.device.type == "cpu"
     critic_shape = None
     if cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own":
         from nlgrpo.training import critic
 
-        critic_shape = critic.own_shape(cfg, run.shape)
+        critic_shape = critic.own_shape(cfg, setup.shape)
     return Workload(
         config=cfg,
-        shape=run.shape,
-        adapter=run.adapter,
-        compute=run.compute,
-        device=run.ranks.device.type,
-        world=run.ranks.world,
-        prompt=run.prompts.longest,
+        shape=setup.shape,
+        adapter=setup.adapter,
+        compute=setup.compute,
+        device=setup.ranks.device.type,
+        world=setup.ranks.world,
+        prompt=setup.prompts.longest,
         critic=critic_shape,
-        reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in run.sampler.rewards),
+        reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in setup.sampler.rewards),
         process=host_memory.of_process() if cpu else CONTEXT,
-        gpu_memory=0.0 if cpu or not torch.cuda.is_available() else _gpu_memory(run.ranks.device),
+        gpu_memory=0.0 if cpu or not torch.cuda.is_available() else _gpu_memory(setup.ranks.device),
     )
 
 
@@ -56,47 +56,47 @@ def _gpu_memory(device: torch.device) -> float:
     return float(torch.cuda.get_device_properties(device).total_memory)
 
 
-def show(run: Run) -> Table:
+def show(setup: Setup) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
-    cfg, ranks = run.config, run.ranks
+    cfg, ranks = setup.config, setup.ranks
     steps = f"{cfg.train.steps} steps"
-    if known := len(run.prompts.all()):
+    if known := len(setup.prompts.all()):
         steps += f", {cfg.train.steps * cfg.rollout.prompts / known:.1f} epochs"
-    work = workload(run)
+    work = workload(setup)
     plan = memory.estimate(work)
     rows = {
-        "model": f"{cfg.model.path} ({run.shape.family}, {run.shape.parameters:,} parameters, "
-        f"context {run.shape.context}, computes in {str(run.compute).removeprefix('torch.')})",
-        **adapter_row(run.adapter, run.shape),
-        **_vocabulary_row(run),
-        "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, run.compute)} attention",
+        "model": f"{cfg.model.path} ({setup.shape.family}, {setup.shape.parameters:,} parameters, "
+        f"context {setup.shape.context}, computes in {str(setup.compute).removeprefix('torch.')})",
+        **adapter_row(setup.adapter, setup.shape),
+        **_vocabulary_row(setup),
+        "ranks": f"{ranks.world} on {ranks.device.type}, {implementation(ranks.device.type, setup.compute)} attention",
         **engine_row(work),
-        **({"environment": run.sampler.environment.description} if run.sampler.environment else {}),
-        "data": "\n".join([f"{run.prompts!r}", *unread_files(cfg)]),
-        **first_tokens("first prompt", run.prompts.first, run.tokenizer),
-        **(_offline_rows(cfg, run.samples) if run.samples and cfg.loss.offline else _online_rows(run)),
+        **({"environment": setup.sampler.environment.description} if setup.sampler.environment else {}),
+        "data": "\n".join([f"{setup.prompts!r}", *unread_files(cfg)]),
+        **first_tokens("first prompt", setup.prompts.first, setup.tokenizer),
+        **(_offline_rows(cfg, setup.samples) if setup.samples and cfg.loss.offline else _online_rows(setup)),
         "rewards": "\n".join(f"{n}: {f'{r.scale:g} x ' * (r.scale != 1)}{r.function}" for n, r in cfg.rewards.items()),
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
         "training": f"{steps}; {cfg.optim.description}",
-        "evaluation": f"{_evaluation(run)}, before and after training",
+        "evaluation": f"{_evaluation(setup)}, before and after training",
         "memory per rank": memory_lines(plan),
-        "folder": str(run.folder),
+        "folder": str(setup.config.run),
     }
-    if lines := notes(cfg, run.objectives, run.compute):
+    if lines := notes(cfg, setup.objective.objectives, setup.compute):
         rows["note"] = "\n".join(lines)
     return named_lines("plan", rows)
 
 
-def _evaluation(run: Run) -> str:
-    prompts = min(run.config.evaluation.prompts, len(run.held_out))
-    text = size_of(prompts, run.config.evaluation.samples, run.held_out.left_out if prompts else {})
-    return text + " (it is also trained on: the data have no other)" * (prompts > 0 and run.held_out is run.prompts)
+def _evaluation(setup: Setup) -> str:
+    prompts = min(setup.config.evaluation.prompts, len(setup.held_out))
+    text = size_of(prompts, setup.config.evaluation.samples, setup.held_out.left_out if prompts else {})
+    return text + " (it is also trained on: the data have no other)" * (prompts > 0 and setup.held_out is setup.prompts)
 
 
-def check_memory(run: Run) -> None:
+def check_memory(setup: Setup) -> None:
     """Raise UserError if the plan needs more memory than this rank has, unless train.check_memory is false."""
-    device, work = run.ranks.device, workload(run)
+    device, work = setup.ranks.device, workload(setup)
     machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = math.inf if machine is None else machine[0] / ranks
     if device.type == "cuda":
@@ -123,12 +123,14 @@ def _parts(uses: dict[str, float]) -> str:
     return ", ".join(f"{name} {size(number)}" for name, number in uses.items())
 
 
-def _vocabulary_row(run: Run) -> dict[str, str]:
+def _vocabulary_row(setup: Setup) -> dict[str, str]:
     """Row for a head with rows that have no token; none without."""
-    left_out = run.shape.vocab - count_tokens(run.tokenizer)
+    left_out = setup.shape.vocab - count_tokens(setup.tokenizer)
     if left_out <= 0:
         return {}
-    said = f"{run.shape.vocab:,} rows; the last {left_out:,} have no token in the tokenizer and are left out of samples"
+    said = (
+        f"{setup.shape.vocab:,} rows; the last {left_out:,} have no token in the tokenizer and are left out of samples"
+    )
     return {"vocabulary": f"{said} and log-probs"}
 
 
@@ -157,10 +159,11 @@ def engine_row(work: Workload) -> dict[str, str]:
     return {"engine": f"vLLM in the processes of the trainer{engines}{share}{asleep}"}
 
 
-def _online_rows(run: Run) -> dict[str, str]:
-    loss, rewards = run.config.loss, run.config.rewards
+def _online_rows(setup: Setup) -> dict[str, str]:
+    loss, rewards = setup.config.loss, setup.config.rewards
     terms = [
-        f"{r.weight:g} {run.objectives[n]}({f'{r.transform} of {n}' if r.transform else n})" for n, r in rewards.items()
+        f"{r.weight:g} {setup.objective.objectives[n]}({f'{r.transform} of {n}' if r.transform else n})"
+        for n, r in rewards.items()
     ]
     objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
     objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
@@ -168,7 +171,7 @@ def _online_rows(run: Run) -> dict[str, str]:
     kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
     kl += f" (KL: logged every {loss.log_kl_every} steps)" * (loss.beta == 0 and loss.log_kl_every > 0)
     if loss.jeffreys:
-        best = f"log pi(best of {run.config.offline.n} reference samples)"
+        best = f"log pi(best of {setup.config.offline.n} reference samples)"
         return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}
     return {"objective": f"maximise {objective}{kl}"}
 

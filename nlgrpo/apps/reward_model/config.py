@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from nlgrpo.config.overrides import from_file
-from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
+from nlgrpo.config.schema import FREE, EpochsConfig, ModelConfig, OptimConfig, free
 from nlgrpo.config.validate import SPLIT, lora_faults, need_of, optim_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import secrets
@@ -70,7 +70,7 @@ class PairTrainConfig(EpochsConfig):
 class PairEvaluationConfig:
     pairs: int = 256
     """Number of held-out pairs of `data.source`, at most half of them; 0: none. With data.evaluation, all of those."""
-    every: int = 0
+    every: int = free(0)
     """Steps between evaluations during training. 0: only before and after."""
 
 
@@ -82,7 +82,7 @@ class RewardModelConfig:
     """Name of the run."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={FREE: True})
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, schedule="cosine"))

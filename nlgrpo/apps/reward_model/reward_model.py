@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from nlgrpo.apps.reward_model.config import from_arguments
 from nlgrpo.apps.reward_model.training import build
-from nlgrpo.training import scalar_head_trainer as trainer
+from nlgrpo.training import scalar_heads, trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``reward-model train ...``; see `trainer.command`."""
-    return trainer.command(sys.argv[1:] if arguments is None else arguments, "reward-model", {"train": _train})
+    """``reward-model train ...``; see `scalar_heads.command`."""
+    return scalar_heads.command(sys.argv[1:] if arguments is None else arguments, "reward-model", {"train": _train})
 
 
 def _train(arguments: Sequence[str], dry_run: bool) -> None:
-    trainer.launch(from_arguments(arguments), build, dry_run=dry_run)
+    cfg = from_arguments(arguments)
+    trainer.launch(cfg, build, limits=cfg.train.limits(), dry_run=dry_run)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -31,11 +32,13 @@ from nlgrpo.model.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime.console import first_tokens, named_lines
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training import scalar_head_trainer as trainer
+from nlgrpo.runtime.seeding import seed_everything
+from nlgrpo.training import scalar_heads
+from nlgrpo.training.scalar_heads import ScalarHeadTrainer
 
 
 @dataclass(kw_only=True)
-class RewardModelTrainer(trainer.Trainer):
+class RewardModelTrainer(ScalarHeadTrainer):
     """Trains a reward model on preference pairs."""
 
     config: RewardModelConfig
@@ -96,8 +99,8 @@ class RewardModelTrainer(trainer.Trainer):
             tokens = sum(len(self.pairs.chosen[i]) + len(self.pairs.rejected[i]) for i in batch.row.tolist())
             totals.add(losses.detach(), chosen.detach(), rejected.detach(), tokens)
 
-    def plan(self) -> Table:
-        return plan(self)
+    def print_plan(self, console: Console) -> None:
+        console.print(plan(self))
 
     def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table:
         return held_out_table(before, after)
@@ -141,10 +144,11 @@ class _Totals:
 def build(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
     """Load tokenizer, pairs and model. Raises UserError for a configuration that cannot be run."""
     check(cfg)
+    seed_everything(cfg.train.seed)
     tokenizer = load_tokenizer(reward_model.locate(cfg.model.path)[0])
-    longest = trainer.max_length(cfg.model.path, cfg.data.max_length)
+    longest = scalar_heads.max_length(cfg.model.path, cfg.data.max_length)
     pairs, held_out = load_pairs(cfg, tokenizer, longest)
-    return RewardModelTrainer(pairs=pairs, held_out=held_out, **trainer.begin(cfg, ranks, tokenizer, longest))
+    return RewardModelTrainer(pairs=pairs, held_out=held_out, **scalar_heads.begin(cfg, ranks, tokenizer, longest))
 
 
 def load_pairs(
@@ -190,7 +194,7 @@ def plan(run: RewardModelTrainer) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
     cfg, shape = run.config, run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
-    head = "the head of the classifier" if run.trained else f"a new head, seed {cfg.train.seed}"
+    head = "the head of the classifier" if run.loaded_head else f"a new head, seed {cfg.train.seed}"
     terms = ["-log sigmoid(r_chosen - r_rejected" + (f" - {cfg.loss.margin:g}" if cfg.loss.margin else "") + ")"]
     terms += [f"{cfg.loss.centering:g} (r_chosen + r_rejected)^2"] if cfg.loss.centering else []
     rows = {

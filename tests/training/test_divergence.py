@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nlgrpo.runtime.supervision.divergence import BANDS, CONSTANT, VALUE, Detector, Diverged, DivergenceConfig
+from nlgrpo.training.divergence import BANDS, CONSTANT, VALUE, Detector, Diverged, DivergenceConfig
 
 
 def ordinary(steps, seed=0):

@@ -1,56 +1,23 @@
-"""Divergence of a training run: metrics that leave the band of their last values."""
+"""Divergence of a run: metrics that leave the band of their last values, and steps without any reward."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from nlgrpo.config.schema import MINIMUM_WINDOW, Config, DivergenceConfig
 from nlgrpo.errors import UserError
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.training.tracking.run_files import FILE, read_jsonl
 
-MINIMUM = 20  # values that a band needs
 CONSTANT = "advantage/frac_zero_std"
 CONSTANT_STEPS = 10  # steps in which no group has different linearised rewards
 OBJECTIVES = "objective/"  # the value of each reward, by its name
 VALUE = OBJECTIVES + "aggregate"
-
-
-@dataclass
-class DivergenceConfig:
-    """What happens when a metric leaves its band."""
-
-    action: Literal["none", "warn", "stop", "rollback"] = "warn"
-    """What to do when the loss, the KL, the gradient norm, the objective or the length of completions has left its
-    band, or all linearised rewards of a prompt are equal, so that nothing is learned: warn, with what to change; stop;
-    or roll back to the last checkpoint before it, and continue with other samples. The rewards themselves do not
-    decide: those of opposed users cancel in their sum, and their mean may fall while best-of-N rises."""
-    window: int = 50
-    """Steps whose values make a band: their median, plus or minus `factor` standard deviations (from the median
-    absolute deviation)."""
-    factor: float = 10.0
-    """Half of the width of a band, in standard deviations."""
-    patience: int = 3
-    """Steps in a row outside of its band after which a metric has left it."""
-    max_kl: float | None = None
-    """KL per token above which it has left its band, whatever the last values are. None: no limit."""
-    rollbacks: int = 3
-    """Rollbacks after which a run stops instead."""
-
-    def faults(self) -> list[str]:
-        """List the values that are not possible."""
-        allowed = {
-            "window": (f">= {MINIMUM}", self.window >= MINIMUM),
-            "factor": ("> 0", self.factor > 0),
-            "patience": (">= 1", self.patience >= 1),
-            "max_kl": ("> 0 or none", self.max_kl is None or self.max_kl > 0),
-            "rollbacks": (">= 0", self.rollbacks >= 0),
-        }
-        return [
-            f"divergence.{k} = {getattr(self, k)}: allowed is {text}" for k, (text, ok) in allowed.items() if not ok
-        ]
 
 
 class Diverged(UserError):
@@ -120,7 +87,7 @@ class Detector:
         band, value = BANDS[name], math.nan if value is None else value
         values = self.values.setdefault(name, deque(maxlen=self.config.window))
         low, high = -math.inf, math.inf
-        if len(values) >= MINIMUM:
+        if len(values) >= MINIMUM_WINDOW:
             low, high = band.of(list(values), self.config.factor)
         if name == "kl" and self.config.max_kl is not None:
             high = min(high, self.config.max_kl)
@@ -160,3 +127,57 @@ def _logged(name: str, metrics: Mapping[str, float | None]) -> bool:
         return name in metrics
     parts = [value for part, value in metrics.items() if part.startswith(OBJECTIVES)]
     return not any(value is None or math.isnan(value) for value in parts)
+
+
+@dataclass
+class DivergenceWatch:
+    """Looks at the metrics of each step, on all ranks alike, and warns or ends the run (divergence.action)."""
+
+    config: Config
+    ranks: Ranks
+    detector: Detector = field(init=False)
+
+    def begin(self, step: int) -> None:
+        """Follow the metrics that were logged before ``step``; collective."""
+        config = self.config
+        self.detector = Detector(config.divergence, groups=config.rollout.samples > 1)
+        rows = read_jsonl(config.run / FILE)[-20 * config.divergence.window :] if self.ranks.first else []
+        for row in self.ranks.gather_objects([row for row in rows if row["step"] < step])[0]:
+            self.detector.look(row["step"], row)
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn if the run diverges at ``step``, or raise Diverged on all ranks."""
+        action = self.config.divergence.action
+        if action == "none":
+            return
+        fault = self.detector.look(step, metrics)
+        if action != "warn" and self.ranks.any(fault is not None):
+            raise fault or Diverged("another rank has diverged", step)
+        if fault is not None and self.ranks.first:
+            print(f"warning: {fault} (divergence.action)", file=sys.stderr, flush=True)
+
+    def check_rewards(self, step: int, empty_steps: int, why: Callable[[], str]) -> None:
+        """Warn if no completion of ``step`` had a reward, at the first of several such steps.
+
+        ``empty_steps``: their number in a row. ``why()`` says which rewards abstained or failed. Raises UserError on
+        all ranks after train.max_empty_steps of them.
+        """
+        limit = self.config.train.max_empty_steps
+        ends = 0 < limit <= empty_steps
+        if empty_steps != 1 and not ends:
+            return
+        reason = why()
+        advice = "None and an error with on_error = 'skip' count nowhere, so nothing is learned: correct the reward"
+        if ends:
+            raise UserError(
+                f"no completion has had a reward for {empty_steps} step{'s' * (empty_steps > 1)} in a row, until step "
+                f"{step + 1}. In the last one: {reason}. {advice}, or increase train.max_empty_steps = {limit} (0: "
+                "never ends)"
+            )
+        if self.ranks.first:
+            after = f"; train.max_empty_steps = {limit} such steps in a row end the run" * (limit > 0)
+            print(
+                f"warning: no completion of step {step + 1} has a reward: {reason}. {advice}{after}",
+                file=sys.stderr,
+                flush=True,
+            )

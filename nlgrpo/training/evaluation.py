@@ -1,0 +1,50 @@
+"""The evaluation of a policy before and after training: the same prompts, as many samples, and the folder's file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nlgrpo.data.conversations import plain_text
+from nlgrpo.data.prompt_dataset import Batch
+from nlgrpo.engine.backends.base import Engine
+from nlgrpo.engine.rollouts import evaluation_samples
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.runtime.supervision.phases import phase
+from nlgrpo.training.build import Setup
+
+
+@phase("evaluation")
+def evaluate(setup: Setup, engine: Engine) -> EvaluationSamples:
+    """Sample and score completions of the evaluation prompts; collective, the same on all ranks.
+
+    The seed is one that training never uses.
+    """
+    cfg, objective = setup.config, setup.objective
+    sampler = replace(setup.sampler, samples=cfg.evaluation.samples, seed=cfg.train.seed ^ (1 << 62))
+    sampled = evaluation_samples.evaluate(
+        sampler, engine, _prompts(setup), setup.ranks, objective.objectives, objective.weights
+    )
+    return replace(sampled, left_out=setup.held_out.left_out)
+
+
+def saved_before(setup: Setup) -> EvaluationSamples | None:
+    """Load the evaluation before training from the run's folder, if it has the same prompts and number of samples."""
+    if not (setup.config.run / evaluation_samples.FILE).is_file():
+        return None
+    found = evaluation_samples.read_evaluation(setup.config.run).get("before")
+    if found is None:
+        return None
+    batch = _prompts(setup)
+    shown = [plain_text(prompt) for prompt in batch.prompts]
+    same = tuple(found.lengths.shape) == (len(batch.ids), setup.config.evaluation.samples)
+    return found if same and found.prompts == shown[: len(found.prompts)] else None
+
+
+def write(setup: Setup, **models: EvaluationSamples) -> None:
+    """Write ``evaluation.json`` into the folder of the run, on the first rank."""
+    if setup.ranks.first:
+        evaluation_samples.write_evaluation(setup.config.run, **models)
+
+
+def _prompts(setup: Setup) -> Batch:
+    return setup.held_out.take(0, min(setup.config.evaluation.prompts, len(setup.held_out)))
