@@ -87,7 +87,7 @@ def test_prompts_are_spread_by_load_and_the_rows_are_limited(model, tmp_path):
 def test_a_frozen_model_is_read_by_the_servers_from_its_own_directory(server):
     options = VLLMConfig(servers=(server.url,), timeout=5.0)
     change(server.model)  # the server has other weights
-    engine = frozen.load(SOURCE, torch.float32, ONE, "vllm", options=options, context=60)
+    engine = frozen.load_engine(SOURCE, torch.float32, ONE, "vllm", options=options, context=60)
     rollout = engine.generate(PROMPTS, 2, SAMPLING)
     assert rollout.version is None
     assert gap(rollout, decoder.load(SOURCE)) < 1e-4

@@ -165,7 +165,7 @@ KILLS = {
     "before the rename": ("nlgrpo.runtime.checkpoint.folders:publish", 2),
     "before an old one goes": ("nlgrpo.runtime.checkpoint.folders:prune", 3),
     "in the log of step 6": ("nlgrpo.training.tracking.run_files:_line", 32),
-    "before the export": ("nlgrpo.train:finish", 1),
+    "before the export": ("nlgrpo.train:PolicyTrainer.finish", 1),
     "in the export": ("nlgrpo.model.safetensors_writer:_write_tensor", 3),
 }
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}

@@ -205,4 +205,4 @@ class ResponderOptions:
     def _model(self, source: Path, dtype: torch.dtype, device: torch.device, tokens: int) -> Model:
         if self.engine == "nlgrpo":
             return transformers_backend.load(source, dtype=dtype, device=device, tokens=tokens)
-        return frozen.load(source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows, tokens=tokens)
+        return frozen.load_engine(source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows, tokens=tokens)

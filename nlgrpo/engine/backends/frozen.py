@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Name = Literal["nlgrpo", "vllm"]
 
 
-def load(
+def load_engine(
     source: Path,
     dtype: torch.dtype,
     ranks: Ranks,

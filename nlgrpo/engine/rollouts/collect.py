@@ -214,7 +214,7 @@ def loaded(
     context = max(map(len, draws.batch.ids), default=0) + draws.sampler.sampling.max_new_tokens
     load = cache(
         partial(
-            frozen.load, draws.source, draws.dtype, ranks, engine, options=options, context=context,
+            frozen.load_engine, draws.source, draws.dtype, ranks, engine, options=options, context=context,
             max_rows=draws.sampler.max_rows or ROWS, tokens=count_tokens(draws.sampler.tokenizer),
         )
     )  # fmt: skip
