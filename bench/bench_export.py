@@ -124,8 +124,8 @@ def _export(side: str, model: Decoder, ranks: Ranks, folder: Path, dtype: torch.
 
 def _read(side: str, path: Path, sharded: Callable[[Decoder], object]) -> Decoder:
     if side == "stream":
-        return reward_model.load(str(path), shard=sharded)[0]
-    model, _ = reward_model.load(str(path))
+        return reward_model.load_reward_model(str(path), shard=sharded)[0]
+    model, _ = reward_model.load_reward_model(str(path))
     sharded(model)
     return model
 

@@ -37,7 +37,7 @@ def sides(path: str, device: torch.device) -> tuple[dict[str, Callable[[], int]]
     """Return a function per side, which returns its number of sampled tokens, and the parameters of both models."""
     source = hf_weights.locate(path)
     policy, tokenizer = decoder.load(source).to(device).eval(), load_tokenizer(source)
-    critic = reward_model.load(path, device=device)[0].eval()
+    critic = reward_model.load_reward_model(path, device=device)[0].eval()
     lines = (ASSETS / "eval_prompts.jsonl").read_text("utf-8").splitlines()[:PROMPTS]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
     sampling = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=(tokenizer.eos_token_id,))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .dispatch import choose, implementation, scalar
 from .head import IGNORE, Gradients, block_logits, blocks, check_devices, checked, shape
-from .policy_loss import Settings, check_settings, named, scalars
+from .policy_loss import check_settings, named, scalars
+from .reference import PolicyLossSettings
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -42,16 +43,11 @@ def linear_policy_loss(
     *,
     token_weights: Tensor | None = None,
     ref_logprob: Tensor | None = None,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl: str = "k3",
-    surrogate: str = "ppo",
     temperature: float = 1.0,
     bias: Tensor | None = None,
     emulate_bf16_logits: bool = False,
     impl: str = "auto",
+    **settings: Any,
 ) -> PolicyLoss:
     """Sum over tokens of `policy_loss` of `linear_logprob`. Equivalent to
 
@@ -62,7 +58,8 @@ def linear_policy_loss(
     hidden (T, D), weight (V, D), bias (V,) and targets (T,) as in `linear_logprob`; old_logprob, advantages,
     token_weights and ref_logprob (T,), constants. ``old_logprob=None``: the policy has not changed since sampling, and
     every ratio is 1. ``token_weights`` are 1 by default. Ratios are per token; a loss with sequence-level ratios (GSPO)
-    needs all log-probs before any gradient, and `linear_logprob`.
+    needs all log-probs before any gradient, and `linear_logprob`. ``settings``: eps_low, eps_high, dual_clip, beta, kl
+    and surrogate of `policy_loss`.
 
     Differentiable once in hidden, weight and bias. The forward computes and stores the required gradients, in the
     dtypes of the inputs (for a float16 weight in float32); the other memory does not grow with T. Gradients are stored
@@ -72,8 +69,8 @@ def linear_policy_loss(
     Raises ValueError as `linear_logprob` and `policy_loss`.
     """
     hidden, weight, bias = checked(hidden, weight, bias, targets, temperature)
-    settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
-    check_settings(settings, ref_logprob)
+    chosen = PolicyLossSettings(**settings)
+    check_settings(chosen, ref_logprob)
     per_token = {"old_logprob": old_logprob, "advantages": advantages}
     per_token |= {"token_weights": token_weights, "ref_logprob": ref_logprob}
     for name, x in per_token.items():
@@ -87,10 +84,10 @@ def linear_policy_loss(
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     loss, logprob, entropy, sums, *_ = _op(
         hidden, weight, bias, targets, old_logprob, advantages, token_weights / largest, ref_logprob,
-        *scalars(settings), kl, surrogate, scalar(temperature), emulate_bf16_logits,
+        *scalars(chosen), chosen.kl, chosen.surrogate, scalar(temperature), emulate_bf16_logits,
         choose(impl, "linear_policy_loss", hidden, cpp=(torch.float32,)), wanted,
     )  # fmt: skip
-    return PolicyLoss(loss * largest, logprob.detach(), entropy.detach(), named(sums, settings, ref_logprob))
+    return PolicyLoss(loss * largest, logprob.detach(), entropy.detach(), named(sums, chosen, ref_logprob))
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
@@ -122,7 +119,8 @@ def _op(
     loss, logprob, entropy, sums = _empty_results(hidden)
     parts = blocks(targets, len(weight), hidden.itemsize)
     gradients = Gradients(hidden, weight, wanted, len(parts), _kept(weight))
-    numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item(), kl, surrogate)
+    numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item())
+    settings = PolicyLossSettings(*numbers, kl, surrogate)
     epilogue, policy = implementation("epilogue", impl), implementation("policy_loss", impl)
     for rows in parts:
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
@@ -131,7 +129,7 @@ def _op(
         old, A, w, ref = (
             None if x is None else x[rows].to(loss) for x in (old_logprob, advantages, token_weights, ref_logprob)
         )
-        losses, slope, counts = policy.loss_and_slope(logp, logp if old is None else old, A, ref, *numbers)
+        losses, slope, counts = policy.loss_and_slope(logp, logp if old is None else old, A, ref, settings)
         loss += (w * losses).sum()
         largest = torch.maximum(sums[3], counts[3])
         sums += counts

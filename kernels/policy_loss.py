@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .dispatch import choose, scalar
+from .reference import PolicyLossSettings
 
 KL_KINDS = ("k1", "k2", "k3", "k3_iw")
 SURROGATES = ("ppo", "cispo", "reinforce")
@@ -61,7 +62,7 @@ def policy_loss(
     other than "ppo", an unknown ``kl`` or ``surrogate``, beta < 0, and beta > 0 without ref_logprob.
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
-    settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
+    settings = PolicyLossSettings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
     _check(terms, settings)
     if beta == 0.0:
         terms = terms._replace(ref_logprob=None)
@@ -78,15 +79,12 @@ def policy_loss_with_statistics(
     log_ratio: Tensor | None = None,
     ref_logprob: Tensor | None = None,
     mask: Tensor | None = None,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl: str = "k3",
-    surrogate: str = "ppo",
     impl: str = "auto",
+    **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `policy_loss` and its statistics from the same pass: detached scalars, to be summed over batches.
+
+    ``settings``: eps_low, eps_high, dual_clip, beta, kl and surrogate of `policy_loss`.
 
     ``clip_low``   number of ratios below 1 - eps_low where A < 0; 0 in "cispo" and "reinforce"
     ``clip_high``  number of ratios above 1 + eps_high where A > 0; in "cispo" for any A, 0 in "reinforce"
@@ -95,12 +93,12 @@ def policy_loss_with_statistics(
     ``kl``         with ``ref_logprob``: sum of the KL estimate over tokens, for any beta
     """
     terms = Terms(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask)
-    settings = Settings(eps_low, eps_high, dual_clip, beta, kl, surrogate)
-    _check(terms, settings)
+    chosen = PolicyLossSettings(**settings)
+    _check(terms, chosen)
     if not _by_triton(impl, terms):
-        return reference.policy_loss(**terms._asdict(), **settings._asdict()), _statistics(terms, settings)
-    loss, sums = _fused(terms, settings)
-    return loss, named(sums, settings, ref_logprob)
+        return reference.policy_loss(**terms._asdict(), **settings), _statistics(terms, chosen)
+    loss, sums = _fused(terms, chosen)
+    return loss, named(sums, chosen, ref_logprob)
 
 
 class Terms(NamedTuple):
@@ -114,18 +112,7 @@ class Terms(NamedTuple):
     mask: Tensor | None
 
 
-class Settings(NamedTuple):
-    """Numbers and names of the loss."""
-
-    eps_low: float
-    eps_high: float
-    dual_clip: float | None
-    beta: float
-    kl: str
-    surrogate: str
-
-
-def _check(terms: Terms, settings: Settings) -> None:
+def _check(terms: Terms, settings: PolicyLossSettings) -> None:
     shape = terms.logprob.shape
     for name, x in terms._asdict().items():
         if x is not None and x.shape != shape:
@@ -135,7 +122,7 @@ def _check(terms: Terms, settings: Settings) -> None:
     check_settings(settings, terms.ref_logprob)
 
 
-def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
+def check_settings(settings: PolicyLossSettings, ref_logprob: Tensor | None) -> None:
     eps_low, eps_high, dual_clip, beta, kl, surrogate = settings
     if surrogate not in SURROGATES:
         raise ValueError(f"surrogate={surrogate!r} is not known; expected one of {', '.join(SURROGATES)}.")
@@ -155,7 +142,7 @@ def check_settings(settings: Settings, ref_logprob: Tensor | None) -> None:
         raise ValueError(f"beta={beta} needs ref_logprob, the log-probabilities of the reference policy; got None.")
 
 
-def named(sums: Tensor, settings: Settings, ref_logprob: Tensor | None) -> dict[str, Tensor]:
+def named(sums: Tensor, settings: PolicyLossSettings, ref_logprob: Tensor | None) -> dict[str, Tensor]:
     """Return the requested statistics by name, from the five ``sums`` of a fused pass."""
     low, high, dual, largest, kl = sums.detach().unbind()
     statistics = {"clip_low": low, "clip_high": high, "ratio_max": largest}
@@ -177,24 +164,22 @@ def _by_triton(impl: str, terms: Terms) -> bool:
     return False
 
 
-def _fused(terms: Terms, settings: Settings) -> tuple[Tensor, Tensor]:
+def _fused(terms: Terms, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
     loss, _, _, _, sums = _policy_loss_op(*terms, *scalars(settings), settings.kl, settings.surrogate)
     return loss.view(terms.logprob.shape), sums
 
 
-def scalars(settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scalars(settings: PolicyLossSettings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return eps_low, eps_high, dual_clip and beta as tensors for a custom op."""
     dual_clip = math.inf if settings.dual_clip is None else settings.dual_clip
     return scalar(settings.eps_low), scalar(settings.eps_high), scalar(dual_clip), scalar(settings.beta)
 
 
 @torch.no_grad()
-def _statistics(terms: Terms, settings: Settings) -> dict[str, Tensor]:
+def _statistics(terms: Terms, settings: PolicyLossSettings) -> dict[str, Tensor]:
     logprob, old_logprob = reference.widen(terms.logprob), reference.widen(terms.old_logprob)
     ratio = logprob - old_logprob if terms.log_ratio is None else reference.widen(terms.log_ratio)
-    statistics = reference.policy_statistics(
-        ratio, terms.advantages, settings.eps_low, settings.eps_high, terms.mask, settings.dual_clip, settings.surrogate
-    )
+    statistics = reference.policy_statistics(ratio, terms.advantages, settings, terms.mask)
     if terms.ref_logprob is not None:
         penalty = reference.kl_penalty(logprob, reference.widen(terms.ref_logprob), settings.kl, ratio)
         keep = penalty if terms.mask is None else torch.where(terms.mask.bool(), penalty, 0.0)
@@ -221,9 +206,8 @@ def _policy_loss_op(
     from . import policy_loss_triton
 
     numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item())
-    return policy_loss_triton.policy_loss(
-        logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, *numbers, kl, surrogate
-    )  # fmt: skip
+    settings = PolicyLossSettings(*numbers, kl, surrogate)
+    return policy_loss_triton.policy_loss(logprob, old_logprob, advantages, log_ratio, ref_logprob, mask, settings)
 
 
 @_policy_loss_op.register_fake

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import MAX_LOG_RATIO, kl_penalty, policy_loss, policy_statistics, score_factor
+from .reference import MAX_LOG_RATIO, PolicyLossSettings, kl_penalty, policy_loss, policy_statistics, score_factor
 
 
 def loss_and_slope(
@@ -13,12 +13,7 @@ def loss_and_slope(
     old_logprob: Tensor,
     advantages: Tensor,
     ref_logprob: Tensor | None,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float,
-    beta: float,
-    kl: str,
-    surrogate: str,
+    settings: PolicyLossSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss and dloss/dlogprob, each (n,), and the statistics (5,) of `policy_loss_triton.policy_loss`.
 
@@ -29,18 +24,17 @@ def loss_and_slope(
         reinforce   -A
     """
     log_ratio = logprob - old_logprob
-    loss = policy_loss(
-        logprob, old_logprob, advantages, ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high,
-        dual_clip=dual_clip, beta=beta, kl=kl, surrogate=surrogate,
-    )  # fmt: skip
+    loss = policy_loss(logprob, old_logprob, advantages, ref_logprob=ref_logprob, **settings._asdict())
+    eps_low, eps_high, dual_clip, beta, kl, surrogate = settings
+    limit = torch.inf if dual_clip is None else dual_clip
     rho, within = log_ratio.clamp(max=MAX_LOG_RATIO).exp(), ~(log_ratio > MAX_LOG_RATIO)
     if surrogate == "ppo":
         below, above = rho < 1 - eps_low, rho > 1 + eps_high
-        clipped = ((advantages > 0) & above) | ((advantages < 0) & (below | (rho > dual_clip)))
+        clipped = ((advantages > 0) & above) | ((advantages < 0) & (below | (rho > limit)))
         slope = torch.where(within & ~clipped, -advantages * rho, 0.0)
     else:
         slope = -score_factor(rho, advantages, eps_high, surrogate)
-    counts = policy_statistics(log_ratio, advantages, eps_low, eps_high, dual_clip=dual_clip, surrogate=surrogate)
+    counts = policy_statistics(log_ratio, advantages, settings)
     sums = [counts["clip_low"], counts["clip_high"], counts["clip_dual"], counts["ratio_max"]]
     if ref_logprob is None:
         return loss, slope, torch.stack([*sums, rho.new_zeros(())])

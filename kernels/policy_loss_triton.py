@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dispatch import on_its_device
-from .reference import MAX_LOG_RATIO
+from .reference import MAX_LOG_RATIO, PolicyLossSettings
 
 BLOCK = 1024
 CUT = tl.constexpr(MAX_LOG_RATIO)
@@ -111,19 +111,15 @@ def policy_loss(
     log_ratio: Tensor | None,
     ref_logprob: Tensor | None,
     mask: Tensor | None,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float,
-    beta: float,
-    kl: str,
-    surrogate: str,
+    settings: PolicyLossSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return loss, derivatives by the log-ratio, and by the log-prob through the KL penalty and the score; statistics.
 
     All but the statistics are flat, (T,). The derivative through the KL is empty without a reference. The derivative
-    through the score, -`reference.score_factor`, is empty for "ppo". ``dual_clip`` may be infinite. The statistics (5,)
+    through the score, -`reference.score_factor`, is empty for "ppo". The statistics (5,)
     are the numbers of ratios clipped low, high and by dual_clip, the largest ratio, and the sum of the KL.
     """
+    eps_low, eps_high, dual_clip, beta, kl, surrogate = settings
     flat = [None if x is None else x.reshape(-1) for x in (logprob, old_logprob, advantages, log_ratio, ref_logprob)]
     T, device = logprob.numel(), logprob.device
     loss, through_ratio = (torch.empty(T, dtype=torch.float32, device=device) for _ in range(2))
@@ -134,7 +130,7 @@ def policy_loss(
     if T:
         _policy_loss_kernel[(programs,)](
             *flat, None if mask is None else mask.reshape(-1), loss, through_ratio, through_kl, through_score, parts,
-            T, 1.0 - eps_low, 1.0 + eps_high, float(dual_clip), float(beta),
+            T, 1.0 - eps_low, 1.0 + eps_high, float("inf") if dual_clip is None else float(dual_clip), float(beta),
             KIND=KINDS[kl] if ref_logprob is not None else 0, SURROGATE=SURROGATES[surrogate],
             HAS_LOG_RATIO=log_ratio is not None, HAS_MASK=mask is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
@@ -149,17 +145,12 @@ def loss_and_slope(
     old_logprob: Tensor,
     advantages: Tensor,
     ref_logprob: Tensor | None,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float,
-    beta: float,
-    kl: str,
-    surrogate: str,
+    settings: PolicyLossSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `policy_loss_torch.loss_and_slope`."""
     loss, slope, through_kl, through_score, sums = policy_loss(
-        logprob, old_logprob, advantages, None, ref_logprob, None, eps_low, eps_high, dual_clip, beta, kl, surrogate
+        logprob, old_logprob, advantages, None, ref_logprob, None, settings
     )
     if ref_logprob is not None:
         slope = slope + through_kl
-    return loss, slope if surrogate == "ppo" else slope + through_score, sums
+    return loss, slope if settings.surrogate == "ppo" else slope + through_score, sums

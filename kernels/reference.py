@@ -6,7 +6,7 @@ widened before any non-linear operation. Results are float32, or float64 for flo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,17 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str, log_ratio: Tenso
     return k3 * log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
+class PolicyLossSettings(NamedTuple):
+    """Numbers and names of the policy loss; see `nlgrpo.kernels.policy_loss`."""
+
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    dual_clip: float | None = None
+    beta: float = 0.0
+    kl: str = "k3"
+    surrogate: str = "ppo"
+
+
 def policy_loss(
     logprob: Tensor,
     old_logprob: Tensor,
@@ -95,12 +106,7 @@ def policy_loss(
     log_ratio: Tensor | None = None,
     ref_logprob: Tensor | None = None,
     mask: Tensor | None = None,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl: str = "k3",
-    surrogate: str = "ppo",
+    **settings: Any,
 ) -> Tensor:
     """Return S + beta KL, elementwise; 0 where ``mask`` is false. S depends on ``surrogate`` (sg stops the gradient):
 
@@ -108,8 +114,9 @@ def policy_loss(
         cispo       -sg(min(rho, 1 + eps_high)) A logprob
         reinforce   -A logprob
 
-    With ``dual_clip`` the S of ppo is at most -dual_clip A where A < 0.
+    With ``dual_clip`` the S of ppo is at most -dual_clip A where A < 0. ``settings``: `PolicyLossSettings`.
     """
+    eps_low, eps_high, dual_clip, beta, kl, surrogate = PolicyLossSettings(**settings)
     logprob, old_logprob, advantages = widen(logprob), widen(old_logprob), widen(advantages)
     log_ratio = logprob - old_logprob if log_ratio is None else widen(log_ratio)
     keep = torch.ones_like(logprob, dtype=torch.bool) if mask is None else mask.bool()
@@ -159,19 +166,14 @@ def linear_policy_loss(
 
 
 def policy_statistics(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    mask: Tensor | None = None,
-    dual_clip: float | None = None,
-    surrogate: str = "ppo",
+    log_ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings, mask: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Count the ratios clipped from below (A < 0) and from above (A > 0), and return the largest ratio; scalars.
 
     With ``dual_clip`` also count the ratios above it (A < 0). "cispo" counts only the ratios above the cap, for any
     sign of A; "reinforce" counts none.
     """
+    eps_low, eps_high, dual_clip, _, _, surrogate = settings
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.bool()
     rho = torch.where(keep, log_ratio, -torch.inf).clamp(max=MAX_LOG_RATIO).exp()
     if surrogate == "ppo":

@@ -10,8 +10,17 @@ from nlgrpo.objectives.aggregation import (
     WeightedSum,
     combine,
     moving_average,
-    parse,
+    parse_aggregate,
     sum_of_applicable,
 )
 
-__all__ = ["Aggregate", "Min", "SmoothMin", "WeightedSum", "combine", "moving_average", "parse", "sum_of_applicable"]
+__all__ = [
+    "Aggregate",
+    "Min",
+    "SmoothMin",
+    "WeightedSum",
+    "combine",
+    "moving_average",
+    "parse_aggregate",
+    "sum_of_applicable",
+]

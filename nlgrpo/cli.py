@@ -150,7 +150,7 @@ def _run(arguments: Sequence[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {arguments[0]!r}; {hint}")
     module, function = COMMANDS[arguments[0]][0].split(":")
-    command_line.check(arguments[1:], grid=arguments[0] == "sweep")
+    command_line.check_arguments(arguments[1:], grid=arguments[0] == "sweep")
     with disk_errors():
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
 

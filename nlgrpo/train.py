@@ -33,7 +33,7 @@ from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every
 from nlgrpo.training import policy, run_folder, trainer
-from nlgrpo.training.build import Setup, build
+from nlgrpo.training.build import Setup, build_setup
 from nlgrpo.training.divergence import Diverged, DivergenceWatch
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
@@ -64,7 +64,7 @@ class PolicyTrainer(Trainer):
     def build(cls, cfg: Config, ranks: Ranks) -> PolicyTrainer:
         """Load what a run needs besides its weights. Raises UserError for a configuration that cannot be run."""
         seed_everything(cfg.train.seed + ranks.rank)
-        setup = build(cfg, ranks)
+        setup = build_setup(cfg, ranks)
         return cls(
             config=cfg,
             ranks=ranks,
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checked(arguments: Sequence[str]) -> int:
-    command_line.check(arguments)
+    command_line.check_arguments(arguments)
     return _main(arguments)
 
 

@@ -54,7 +54,7 @@ def read(folder: Path, ns: Sequence[int]) -> tuple[list[int], dict[str, Setting]
 
     Raises ValueError for a sweep without seeds, with settings of different seeds, or with runs that are not done.
     """
-    points, found = read_sweep_state(folder), run_loader.read([folder], join_seeds=False)
+    points, found = read_sweep_state(folder), run_loader.read_runs([folder], join_seeds=False)
     models = {model.name: model for model in found.models}
     runs: dict[str, dict[int, Model]] = {}
     for point in points:

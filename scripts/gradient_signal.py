@@ -24,7 +24,7 @@ from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.objectives.aggregation import combine
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.training import policy
-from nlgrpo.training.build import Setup, build
+from nlgrpo.training.build import Setup, build_setup
 from nlgrpo.training.global_batch import GlobalBatch
 from nlgrpo.training.learner import Learner
 
@@ -67,7 +67,7 @@ def main() -> None:
     cfg, _ = from_arguments(sys.argv[1:])
     with process_group.start() as ranks:
         try:
-            setup = build(cfg, ranks)
+            setup = build_setup(cfg, ranks)
         except ValueError as error:
             sys.exit(str(error))
         learner = policy.load_learner(setup)

@@ -70,7 +70,7 @@ def read(folders: Sequence[str]) -> dict[str, Method]:
         for name, saved in json.loads(Path(file).read_text("utf-8")).items():
             counts = {int(seed): of_seed for seed, of_seed in saved["counts"].items()}
             found.setdefault(name, Method(saved["samples"])).counts |= counts
-    for model in named_models.read([name for name in folders if not name.endswith(".json")]):
+    for model in named_models.read_named_models([name for name in folders if not name.endswith(".json")]):
         run = model.run
         if run is None:
             raise ValueError(f"{model.path} is not a finished run")

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         options, cfg = decode.read_arguments(sys.argv[1:])
         with process_group.start() as ranks:
-            c = decode.build(replace(options, choose="value"), cfg, WorkQueue(ranks, Console()))
+            c = decode.build_comparison(replace(options, choose="value"), cfg, WorkQueue(ranks, Console()))
             print(f"{len(c.batch.ids)} prompts, {len(c.methods)} methods")
             for method in c.methods:
                 value, reward = (

@@ -28,7 +28,7 @@ from nlgrpo.apps.sweep.state import read_sweep_state
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.estimators import best_of_n, bootstrap
-from nlgrpo.training.tracking.run_files import FILE, read_jsonl
+from nlgrpo.training.tracking.run_files import METRICS_FILE, read_jsonl
 
 METHODS = ["mean", "bon:4", "bon:4/smooth_min:50"]
 LABELS = {
@@ -53,7 +53,7 @@ def points(folder: Path, names: Sequence[str], n: int) -> Tensor:
 
 def kl(folder: Path) -> float:
     """Return the mean KL per token over the last tenth of the steps."""
-    values = [logged["kl"] for logged in read_jsonl(folder / FILE) if "kl" in logged]
+    values = [logged["kl"] for logged in read_jsonl(folder / METRICS_FILE) if "kl" in logged]
     last = values[-max(1, len(values) // 10) :]
     return sum(last) / len(last)
 

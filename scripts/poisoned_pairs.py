@@ -135,7 +135,7 @@ def main() -> int:
         if given.rollouts is None:
             sampled = [given.recipe, f"--samples={given.references}", f"--out={folder}"]
             nlgrpo(["rollout", *sampled], 1, given.out / "rollout.log")
-        rollouts = reference_rollouts.load(folder)
+        rollouts = reference_rollouts.load_rollouts(folder)
     except ValueError as error:
         parser.error(str(error))
     tokenizer = load_tokenizer(hf_weights.locate(config.model.path))

@@ -154,7 +154,7 @@ def main() -> int:
             raise ValueError(f"{given.recipe} has rewards {', '.join(config.rewards)}; expected poisoned, true, word")
         given.out.mkdir(parents=True, exist_ok=True)
         nlgrpo(["rollout", *start, f"--samples={given.references}", f"--out={rollouts}"], 1, given.out / "rollout.log")
-        rewards = reference_rollouts.load(rollouts).rewards
+        rewards = reference_rollouts.load_rollouts(rollouts).rewards
         rows = points(given.ns, given.seeds, rewards[POISONED])
     except ValueError as error:
         parser.error(str(error))

@@ -79,7 +79,7 @@ def goal_of(config: Config, rewards: Mapping[str, Tensor]) -> Goal:
             raise ValueError(f"reward {name!r} has a transform; leave it out, and use --transforms")
     if config.loss.aggregate == "min" or config.loss.aggregate_at == "prompt":
         raise ValueError("expected loss.aggregate 'sum' or 'smooth_min:GAMMA' of the means over the batch")
-    aggregate = aggregation.parse(config.loss.aggregate, [reward.weight for reward in used.values()])
+    aggregate = aggregation.parse_aggregate(config.loss.aggregate, [reward.weight for reward in used.values()])
     return Goal([rewards[name] for name in used], objectives, aggregate)
 
 
@@ -91,7 +91,7 @@ def halves(rewards: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def load(folder: Path, prompts: int | None) -> dict[str, Tensor]:
     """Load the rewards (P, K) of each name. Raises ValueError if one abstained or does not vary."""
-    rollouts = reference_rollouts.load(folder)
+    rollouts = reference_rollouts.load_rollouts(folder)
     for name, values in rollouts.rewards.items():
         rollouts.ecdf(name)  # refuses abstentions
         if not (values.amax(1) > values.amin(1)).any():

@@ -108,10 +108,10 @@ def main() -> int:
     given, more = parser.parse_args(own), sys.argv[2 + len(own) :]
     try:
         config, _ = from_arguments([given.recipe, *more])
-        name, again = next(iter(config.rewards)), rewind.parse(given.rewind)
+        name, again = next(iter(config.rewards)), rewind.parse_rewind(given.rewind)
         if again is None:
             raise ValueError(f"--rewind {given.rewind}: expected rewind:QUANTILE:MOST")
-        rollouts = reference_rollouts.load(given.runs / "rollouts")
+        rollouts = reference_rollouts.load_rollouts(given.runs / "rollouts")
         held_out = tradeoff_curves.held_out(config, rollouts, name)
         reference, found = held_out.rewards, quantities(given.best, given.worst, again)
         models = runs_of(read_evaluation(given.runs / "evaluation"))

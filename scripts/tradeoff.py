@@ -214,7 +214,7 @@ def main() -> int:
         given.out.mkdir(parents=True, exist_ok=True)
         drawn = [f"--samples={given.references}", f"--out={rollouts}"]
         nlgrpo(["rollout", *start, *judged, *drawn], given.jobs, given.out / "rollout.log")
-        kept = reference_rollouts.load(rollouts)
+        kept = reference_rollouts.load_rollouts(rollouts)
         kept.ecdf(name)  # refuses abstentions
         if not (kept.rewards[name].amax(1) > kept.rewards[name].amin(1)).any():
             raise ValueError(f"reward {name!r} is the same for all samples of the reference")

@@ -204,7 +204,7 @@ def main() -> int:
         given.out.mkdir(parents=True, exist_ok=True)
         drawn = [f"--samples={given.samples}", f"--out={given.out / 'rollouts'}"]
         nlgrpo(["rollout", *start, *drawn], 1, given.out / "rollout.log")
-        rollouts = reference_rollouts.load(given.out / "rollouts")
+        rollouts = reference_rollouts.load_rollouts(given.out / "rollouts")
         keys, lines = keys_of(rollouts), list[str]()
         for reward in config.rewards:
             values = rollouts.reward(reward)

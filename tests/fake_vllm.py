@@ -148,9 +148,9 @@ class FakeVLLM:
             return 404, {"error": {"message": "Not Found"}}
         if name in self.adapters:
             return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
-        model, adapter = decoder.load(self.source), adapters.read(folder)
+        model, adapter = decoder.load(self.source), adapters.read_adapter(folder)
         lora.attach(model, adapter.config, torch.float32)
-        adapters.load(model, adapter)
+        adapters.load_adapter(model, adapter)
         self.adapters[name] = model
         return 200, {}
 

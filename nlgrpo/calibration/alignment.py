@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nlgrpo.calibration.procedures import Procedure
+from nlgrpo.calibration.procedures import CalibratedProcedure
 from nlgrpo.calibration.quadrature import Panels, logit, panels_for
 from nlgrpo.calibration.transforms import Exponential, Transform, as_transform, parse_transform
 from nlgrpo.kernels import ecdf
@@ -41,7 +41,7 @@ __all__ = [
 FURTHEST = 700.0  # largest |log beta| in the search for a KL
 EXPONENTS = (0.1, 500.0)  # range of |t| in the search for the best exp:t
 JUMP = 1e-6  # error of a KL beyond which it jumps at the beta that was found
-NONE: Mapping[str, Procedure] = {}
+NONE: Mapping[str, CalibratedProcedure] = {}
 
 
 def calibrate(rewards: Tensor, reference: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class _Aligned:
         return single, best, worst
 
 
-def _aligned(transform: Transform, beta: float, procedures: Mapping[str, Procedure] = NONE) -> _Aligned:
+def _aligned(transform: Transform, beta: float, procedures: Mapping[str, CalibratedProcedure] = NONE) -> _Aligned:
     """Compute the optimum, on panels that end where a procedure's g jumps, in u or in F."""
     if not (is_number(beta) and beta > 0):
         raise ValueError(f"beta = {beta!r}: expected a finite number > 0, the weight of the KL penalty.")
@@ -239,7 +239,7 @@ def _on_panels(phi: Transform, beta: float, edges_at: Sequence[float]) -> _Align
     return _Aligned(beta, max(0.0, float(mean - total.log())), panels, F)
 
 
-def _curve(n: int, optima: Sequence[_Aligned], procedures: Mapping[str, Procedure] = NONE) -> Curve:
+def _curve(n: int, optima: Sequence[_Aligned], procedures: Mapping[str, CalibratedProcedure] = NONE) -> Curve:
     rows = torch.tensor([(a.beta, a.kl, *a.losses(n)) for a in optima], dtype=torch.float64).view(-1, 5)
     beta, kl, single, best, worst = rows.unbind(1)
     extra = {
@@ -289,11 +289,11 @@ def _rise(phi: Transform) -> float:
     return half or whole
 
 
-def _named(procedures: Sequence[Objective | str]) -> dict[str, Procedure]:
+def _named(procedures: Sequence[Objective | str]) -> dict[str, CalibratedProcedure]:
     """Return each procedure by its text, or the objective's name."""
     if isinstance(procedures, str):
         raise ValueError(f"procedures = {procedures!r}: expected a sequence, such as ['{procedures}'].")
-    return {str(p): Procedure(parse(p) if isinstance(p, str) else p) for p in procedures}
+    return {str(p): CalibratedProcedure(parse(p) if isinstance(p, str) else p) for p in procedures}
 
 
 def _check_n(n: int, least: int = 1) -> None:

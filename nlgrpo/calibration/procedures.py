@@ -27,7 +27,7 @@ NARROW = 1e-11  # width below which a piece that is still rough contains a jump
 MARGIN = 1e-12  # distance to a jump within which g keeps the value of its side
 
 
-class Procedure:
+class CalibratedProcedure:
     """A rank-based ``objective`` as a calibrated procedure; g and G map float64 tensors of ranks to their shape.
 
     ``breaks``: ranks in (0, 1) at which g jumps, ascending. G is a sum of integrals of g >= 0 and keeps its relative

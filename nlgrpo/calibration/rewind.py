@@ -64,7 +64,7 @@ class RewindAndRepeat:
         return f"rewind:{self.quantile:g}:{self.most}"
 
 
-def parse(text: str) -> RewindAndRepeat | None:
+def parse_rewind(text: str) -> RewindAndRepeat | None:
     """Parse "rewind:QUANTILE:MOST". Return None for any other name; raise ValueError for invalid arguments."""
     name, *arguments = text.split(":")
     if name != "rewind":

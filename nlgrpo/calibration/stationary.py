@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nlgrpo.calibration.procedures import Procedure
+from nlgrpo.calibration.procedures import CalibratedProcedure
 from nlgrpo.calibration.quadrature import logit, panels_for
 from nlgrpo.objectives.base import is_number
 from nlgrpo.objectives.rank_based import RankBased
@@ -55,7 +55,7 @@ class StationaryPoint:
     ``others``: number of further stationary points that were found, all with a smaller W - beta KL.
     """
 
-    def __init__(self, procedure: Procedure, beta: float) -> None:
+    def __init__(self, procedure: CalibratedProcedure, beta: float) -> None:
         self.procedure, self.beta = procedure, beta
         found = [_Shot(procedure, beta, s, FINE) for s in _starts(procedure, beta)]
         measured = [(*self._measure(shot), shot) for shot in found]
@@ -87,7 +87,7 @@ class _Shot:
     a jump of g.
     """
 
-    def __init__(self, procedure: Procedure, beta: float, s: float, tolerance: float) -> None:
+    def __init__(self, procedure: CalibratedProcedure, beta: float, s: float, tolerance: float) -> None:
         from scipy.integrate import OdeSolution, solve_ivp  # the import takes half a second
 
         breaks = procedure.breaks
@@ -141,7 +141,7 @@ def solve(objective: RankBased, beta: float) -> StationaryPoint:
 
     Raises ValueError as `Procedure`, for a beta outside [1e-12, 1e12], and for a larger residual.
     """
-    procedure = Procedure(objective)
+    procedure = CalibratedProcedure(objective)
     if not (is_number(beta) and LEAST <= beta <= MOST):
         raise ValueError(f"fp:{procedure.name}: beta = {beta!r}; expected a number in [{LEAST:g}, {MOST:g}].")
     solution = StationaryPoint(procedure, float(beta))
@@ -154,7 +154,7 @@ def solve(objective: RankBased, beta: float) -> StationaryPoint:
 
 
 def _slopes(
-    procedure: Procedure, beta: float, s: float, in_u: int, in_f: int
+    procedure: CalibratedProcedure, beta: float, s: float, in_u: int, in_f: int
 ) -> Callable[[float, np.ndarray], tuple[float, float]]:
     """Return the derivatives of R and Phi in w, with g continued from the given pieces."""
     of_u, of_f = procedure.on(in_u), procedure.on(in_f)
@@ -175,7 +175,7 @@ def _reaches(level: float) -> Callable[[float, np.ndarray], float]:
     return event
 
 
-def _starts(procedure: Procedure, beta: float) -> list[float]:
+def _starts(procedure: CalibratedProcedure, beta: float) -> list[float]:
     """Return s of all solutions that the grid separates. Raises ValueError if there is none."""
     a = procedure.highest**2 / beta
     most = math.log(a) - math.log(-math.expm1(-a)) if a > 1e-3 else a / 2
@@ -194,7 +194,7 @@ def _starts(procedure: Procedure, beta: float) -> list[float]:
     return found
 
 
-def _root(procedure: Procedure, beta: float, low: float, high: float) -> float | None:
+def _root(procedure: CalibratedProcedure, beta: float, low: float, high: float) -> float | None:
     """Return the s in a cell for which R(u = 0) = 1, or None if the signs at its ends were wrong."""
     from scipy.optimize import brentq
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.calibration import fixed_point, stationary
-from nlgrpo.calibration.procedures import Procedure
+from nlgrpo.calibration.procedures import CalibratedProcedure
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.base import is_number
 from nlgrpo.objectives.rank_based import BestOfN, RankBased, WorstOfN
@@ -247,7 +247,7 @@ class ProcedureFixedPoint(Transform):
     beta: float | None = None
 
     def __post_init__(self) -> None:
-        Procedure(self.procedure)
+        CalibratedProcedure(self.procedure)
         if self.beta is not None:
             stationary.solve(self.procedure, self.beta)
 
@@ -383,7 +383,7 @@ def _fixed_point(text: str, beta: float | None, function: Loader | None) -> Tran
     objective = registry.parse(":".join((name, *given)), function)
     if isinstance(objective, BestOfN | WorstOfN) and objective.n > 1:
         return FixedPoint(objective.n, beta, isinstance(objective, WorstOfN))
-    return ProcedureFixedPoint(Procedure(objective).objective, beta)
+    return ProcedureFixedPoint(CalibratedProcedure(objective).objective, beta)
 
 
 def _is_float(text: str) -> bool:

@@ -42,7 +42,7 @@ class VariationalBoN:
         return f"vbon:{self.n}" + ":bound" * self.bound
 
 
-def parse(text: str) -> VariationalBoN | None:
+def parse_variational(text: str) -> VariationalBoN | None:
     """Parse "vbon:N" or "vbon:N:bound". Return None for any other name; raise ValueError for invalid arguments."""
     name, *arguments = text.strip().split(":")
     if name != "vbon":

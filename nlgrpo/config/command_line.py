@@ -18,7 +18,7 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def check(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, *, grid: bool = False) -> None:
+def check_arguments(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, *, grid: bool = False) -> None:
     """Note options that are given twice, and unknown environment variables, on the standard error of the first rank.
 
     Raises UserError for variables that are misspelled, and in a ``grid`` for options that are given twice.

@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 import tyro
 
 from nlgrpo.errors import UserError
+from nlgrpo.kernels.reference import PolicyLossSettings
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.runtime.distributed import ParallelConfig
-from nlgrpo.runtime.supervision.phases import Limits
+from nlgrpo.runtime.supervision.phases import TimeLimits
 
 MINIMUM_WINDOW = 20  # values that a band of divergence.window needs
 PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
@@ -399,6 +400,17 @@ class LossConfig:
     """Online only: weight w of the likelihood of the best of offline.n reference samples, 1 - w of the loss. With the
     transform "vbon:N:bound" this is the Jeffreys divergence to best-of-N (BOND, where w = 0.5)."""
 
+    def settings(self, beta: float) -> PolicyLossSettings:
+        """Return the settings of the policy's loss with a KL weight of ``beta``."""
+        return PolicyLossSettings(
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
+            dual_clip=self.dual_clip,
+            beta=beta if self.kl_in == "loss" else 0.0,
+            kl="k3_iw" if self.kl_importance else self.kl,
+            surrogate=self.surrogate,
+        )
+
     @property
     def offline(self) -> bool:
         """Whether training uses stored samples of the reference and generates nothing."""
@@ -482,10 +494,10 @@ class LoopConfig:
     """On a GPU, compute with PyTorch's deterministic algorithms, so that a resumed run has the same bits as one that
     was not interrupted. It is slower; an op that has no such algorithm is an error. CPUs need no setting."""
 
-    def limits(self, **longer: float) -> Limits:
+    def limits(self, **longer: float) -> TimeLimits:
         """How long a rank may be in one place: longer while it loads or saves, and in the phases ``longer``."""
         disk = PATIENCE * self.timeout
-        return Limits(self.timeout, {"start": disk, "checkpoint": disk, "export": disk, **longer})
+        return TimeLimits(self.timeout, {"start": disk, "checkpoint": disk, "export": disk, **longer})
 
 
 @dataclass
@@ -590,7 +602,7 @@ class Config:
         """Folder of the run."""
         return Path(os.path.expanduser(self.train.out) or f"runs/{self.recipe}")
 
-    def limits(self) -> Limits:
+    def limits(self) -> TimeLimits:
         """How long a rank may be in one place: longer where it waits for rewards, vLLM, environments and disks."""
         seconds = self.train.timeout
         rewards = seconds + sum(reward.timeout for reward in self.rewards.values())

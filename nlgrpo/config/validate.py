@@ -13,8 +13,18 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from nlgrpo.config.schema import Config, DataConfig, LoopConfig, OptimConfig, RewardConfig, buffer_faults, dashed
+from nlgrpo.config.schema import (
+    Config,
+    DataConfig,
+    LoopConfig,
+    LossConfig,
+    OptimConfig,
+    RewardConfig,
+    buffer_faults,
+    dashed,
+)
 from nlgrpo.errors import UserError
+from nlgrpo.kernels.policy_loss import check_settings
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.objectives.majority import MOST_VOTES
@@ -26,7 +36,7 @@ SPLIT = "empty, because data.evaluation is empty"
 ENVIRONMENT_DATA = ("shuffle", "limit", "chat_template_kwargs")  # what an environment takes of [data]
 
 
-def check(config: Config, *, world: int = 1) -> None:
+def check_config(config: Config, *, world: int = 1) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
     refuse(_faults(config, world))
 
@@ -195,9 +205,7 @@ def _faults(config: Config, world: int) -> list[str]:
         *_engine_faults(config),
         need("calibration.samples", ">= 2", config.calibration.samples >= 2),
         need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
-        need("loss.eps_low", "in (0, 1)", 0 < loss.eps_low < 1),
-        need("loss.eps_high", "> 0", loss.eps_high > 0),
-        need("loss.dual_clip", "> 1 + loss.eps_high", loss.dual_clip is None or loss.dual_clip > 1 + loss.eps_high),
+        _policy_loss_fault(loss),
         need("loss.beta", ">= 0", loss.beta >= 0),
         need("loss.log_kl_every", ">= 0", loss.log_kl_every >= 0),
         need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
@@ -247,8 +255,6 @@ def _faults(config: Config, world: int) -> list[str]:
             f"loss.scale = {loss.scale!r} needs a baseline, which "
             f"{'PPO' if loss.algorithm == 'ppo' else repr(loss.baseline)} does not have: {instead}"
         )
-    if loss.dual_clip is not None and loss.surrogate != "ppo":
-        faults.append(f"loss.dual_clip needs loss.surrogate = 'ppo', got {loss.surrogate!r}")
     if loss.kl_importance and (loss.kl != "k3" or loss.kl_in != "loss"):
         faults.append(
             f"loss.kl_importance needs loss.kl = 'k3' and loss.kl_in = 'loss', got {loss.kl!r} and {loss.kl_in!r}"
@@ -276,6 +282,15 @@ def _engine_faults(config: Config) -> list[str]:
     return faults
 
 
+def _policy_loss_fault(loss: LossConfig) -> str:
+    """Return the fault of the policy loss, which checks its settings itself; "" without one."""
+    try:
+        check_settings(loss.settings(beta=0.0), ref_logprob=None)
+    except ValueError as error:
+        return f"loss.{error}"
+    return ""
+
+
 def _correction_faults(config: Config) -> list[str]:
     loss = config.loss
     if loss.correction == "none":
@@ -283,7 +298,7 @@ def _correction_faults(config: Config) -> list[str]:
     from nlgrpo.objectives import importance_sampling
 
     try:
-        correction = importance_sampling.parse(loss.correction, loss.correction_level)
+        correction = importance_sampling.parse_correction(loss.correction, loss.correction_level)
     except ValueError as error:
         return [f"loss.correction: {error}"]
     if correction is None:
@@ -305,7 +320,7 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
 
     beta, own, faults = config.loss.beta, config.calibration, []
     try:
-        variational_bon = variational.parse(reward.transform)
+        variational_bon = variational.parse_variational(reward.transform)
         if variational_bon is None:
             parse_transform(reward.transform, beta=beta or 1.0, function=user_code.function)
     except ValueError as error:
@@ -409,7 +424,7 @@ def _aggregate_faults(config: Config) -> list[str]:
     if not any(weights) or not all(map(math.isfinite, weights)):
         return []  # reported by _reward_faults
     try:
-        aggregation.parse(config.loss.aggregate, weights)
+        aggregation.parse_aggregate(config.loss.aggregate, weights)
     except ValueError as error:
         return [f"loss.aggregate: {error}"]
     return []

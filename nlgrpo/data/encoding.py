@@ -87,7 +87,7 @@ def encode(
     chat: ChatOptions | None = None,
     add_bos: bool | None = None,
 ) -> list[list[int]]:
-    """Tokenize prompts like `prompt_dataset.load`: with the tokens that the tokenizer adds before a text, without EOS.
+    """Tokenize prompts like `load_prompt_set`: with the tokens that the tokenizer adds before a text, without EOS.
 
     Raises UserError for an empty text if the tokenizer has no BOS token, and for a conversation as `ChatOptions`.
     """

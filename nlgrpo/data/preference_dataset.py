@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nlgrpo.data.conversations import ChatOptions, answered, brief, messages_in, messages_of, text_of
 from nlgrpo.data.encoding import ids_to_score
-from nlgrpo.data.sources import Row, nearest, read
+from nlgrpo.data.sources import Row, nearest, read_rows
 from nlgrpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _texts(chosen: list[int], rejected: list[int]) -> frozenset[tuple[int, ...]]
     return frozenset((tuple(chosen), tuple(rejected)))
 
 
-def load(
+def load_preferences(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -155,7 +155,7 @@ def load(
     """
     if max_length < 2:
         raise UserError(f"max_length = {max_length}; expected 2 or more")
-    rows = list(islice(read(source, split), limit))
+    rows = list(islice(read_rows(source, split), limit))
     if not rows:
         raise UserError(f"{source} is empty: it has no pair.")
     names = list(dict.fromkeys(name for row in rows for name in row))

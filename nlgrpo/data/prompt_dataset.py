@@ -16,7 +16,7 @@ import numpy as np
 from nlgrpo.data.conversations import ChatOptions, Prompt, brief
 from nlgrpo.data.encoding import Example, encode_examples
 from nlgrpo.data.prompt_templates import PromptMaker
-from nlgrpo.data.sources import RESERVED, Row, read
+from nlgrpo.data.sources import RESERVED, Row, read_rows
 from nlgrpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class Reader:
 
     def rows(self) -> Iterator[Row]:
         """Iterate over the rows of the source."""
-        return islice(read(self.source, self.options.split, self.options.separator), self.options.limit)
+        return islice(read_rows(self.source, self.options.split, self.options.separator), self.options.limit)
 
     def maker(self, rows: Sequence[Row]) -> PromptMaker:
         """Return what makes prompts of rows with the columns of ``rows``. Raises UserError for a missing column."""
@@ -342,7 +342,7 @@ class Reader:
         )
 
 
-def load(
+def load_prompt_set(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,

@@ -38,7 +38,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f" Nearest: {', '.join(map(repr, close))}." if close else ""
 
 
-def read(source: str, split: str = "train", separator: str | None = None) -> Iterator[Row]:
+def read_rows(source: str, split: str = "train", separator: str | None = None) -> Iterator[Row]:
     """Iterate over the rows of ``source``, lazily.
 
     ``split``: split of a data set or folder; a single file has only "train". A text file has one prompt per line, or
@@ -149,7 +149,7 @@ def stream(
     path = Path(source) if source in MAZES else _local(source, split, separator)
     if is_file(source):
         options = {"source": source, "split": split, "separator": separator}
-        data = datasets.IterableDataset.from_generator(read, gen_kwargs=options)
+        data = datasets.IterableDataset.from_generator(read_rows, gen_kwargs=options)
     elif (files := _files(path, split, separator)) is not None:
         data = datasets.IterableDataset.from_generator(_read_files, gen_kwargs={"paths": files, "separator": separator})
     else:

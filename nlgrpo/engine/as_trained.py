@@ -128,7 +128,7 @@ def check_base(adapter: str | Path, source: Path) -> None:
         )
 
 
-def read(folder: Path) -> AsTrained | None:
+def read_as_trained(folder: Path) -> AsTrained | None:
     """Read what the training of the model in ``folder`` assumed; None if it is not an export of nlgrpo.
 
     Raises UserError for a damaged file.

@@ -148,7 +148,7 @@ def firsts(first_sample: int | Sequence[int], prompts: int) -> list[int]:
     return [first_sample] * prompts if isinstance(first_sample, int) else list(first_sample)
 
 
-class Limits(Protocol):
+class ModelLimits(Protocol):
     """Context length and vocabulary size of a model, in tokens."""
 
     @property
@@ -158,7 +158,7 @@ class Limits(Protocol):
     def vocab(self) -> int: ...
 
 
-def check_prompts(limits: Limits, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def check_prompts(limits: ModelLimits, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     """Raise UserError for a prompt that the model cannot continue by ``sampling.max_new_tokens`` tokens."""
     room = limits.context - sampling.max_new_tokens
     for i, prompt in enumerate(prompts):

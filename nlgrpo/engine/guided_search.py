@@ -166,7 +166,7 @@ def search(
 ) -> tuple[list[list[Candidate]], Cost]:
     """Run the search for all prompts. Return the complete candidates of each prompt, and the cost.
 
-    ``model``: a decoder, or another architecture loaded by `transformers_backend.load` (slower: each chunk reads its
+    ``model``: a decoder, or another architecture loaded by `load_frozen` (slower: each chunk reads its
     prefix again). ``how``: options of the search. ``values``: pairs (V_i, beta_i); the value of a candidate is
     sum_i V_i / beta_i. A candidate is complete when it ends with a stop id or has ``sampling.max_new_tokens`` tokens.
     With chunks of that length no value is queried, and the candidates are the U = K B samples of `engine.generate`

@@ -26,7 +26,7 @@ from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.model.value_model import as_values, kind_of, share_weights
 from nlgrpo.runtime import atomic_files
 
-FILE = "guide.json"
+GUIDE_FILE = "guide.json"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Guide:
 
         data = {"values": [*map(named, self.values)], "betas": self.betas, "search": asdict(self.search)}
         data |= {"compressed": self.compressed and named(self.compressed)}
-        atomic_files.atomic_write(folder / FILE, json.dumps(data, indent=1) + "\n")
+        atomic_files.atomic_write(folder / GUIDE_FILE, json.dumps(data, indent=1) + "\n")
 
 
 def read_guide(folder: Path) -> Guide | None:
@@ -62,11 +62,11 @@ def read_guide(folder: Path) -> Guide | None:
     For the folder of an iteration or of its value model, returns that value model with the search options of the loop.
     Returns None for other folders. Raises UserError for a damaged file and for an unfinished loop.
     """
-    path = folder / FILE
+    path = folder / GUIDE_FILE
     if not path.is_file():
         if (folder / "iteration-1").is_dir():
             raise UserError(f"{folder} belongs to an `nlgrpo iro` that has not finished; run it again to resume")
-        loop = next((above for above in folder.absolute().parents[:3] if (above / FILE).is_file()), None)
+        loop = next((above for above in folder.absolute().parents[:3] if (above / GUIDE_FILE).is_file()), None)
         guide = loop and read_guide(loop)
         model = folder / "value" if (folder / "value").is_dir() else folder
         return Guide([model], [1.0], guide.search) if guide else None
@@ -125,7 +125,7 @@ def load_values(
     found: list[tuple[Value, float]] = []
     for path, beta in zip(paths, betas or [1.0] * len(paths), strict=True):
         folder = folder_of(path)
-        model, trained = reward_model.load(str(folder), dtype=dtype, device=device)
+        model, trained = reward_model.load_reward_model(str(folder), dtype=dtype, device=device)
         if not trained:
             raise UserError(f"{path} is not a value model: it has no scalar head")
         name, model, theirs = str(path), model.eval(), load_tokenizer(folder)

@@ -25,14 +25,14 @@ UNBOUNDED = 1 << 30  # context length if the config has none
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Context length and vocabulary size in a Hugging Face config (see `generation.Limits`)."""
+class ConfigLimits:
+    """Context length and vocabulary size in a Hugging Face config (see `generation.ModelLimits`)."""
 
     context: int
     vocab: int
 
     @classmethod
-    def of(cls, config: Any) -> Limits:
+    def of(cls, config: Any) -> ConfigLimits:
         text = config.get_text_config()
         names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
         limits = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
@@ -50,7 +50,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.model.generation_config = GenerationConfig()  # the model's own may penalise, force or forbid tokens
-        self.shape = Limits.of(model.config)
+        self.shape = ConfigLimits.of(model.config)
         self.tokens: int | None = None
 
     @property
@@ -178,11 +178,11 @@ def note(source: Path) -> str:
     return f"; transformers runs it, which is slower ({why})" if why else ""
 
 
-def limits_of(config: Any) -> generation.Limits:
-    return Limits.of(config) if fault(config) else shape_of(config)
+def limits_of(config: Any) -> generation.ModelLimits:
+    return ConfigLimits.of(config) if fault(config) else shape_of(config)
 
 
-def load(
+def load_frozen(
     source: Path,
     *,
     dtype: torch.dtype = torch.float32,

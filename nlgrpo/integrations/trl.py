@@ -264,7 +264,7 @@ def _for_each(given: object, names: Sequence[str]) -> list[Any]:
 
 def _aggregate(aggregate: Aggregate | str, weights: Sequence[float] | None, count: int) -> Aggregate:
     if isinstance(aggregate, str):
-        aggregate = aggregation.parse(aggregate, [1.0] * count if weights is None else weights)
+        aggregate = aggregation.parse_aggregate(aggregate, [1.0] * count if weights is None else weights)
     elif not isinstance(aggregate, Aggregate) or weights is not None:
         raise ValueError(
             f"aggregate={aggregate!r} with weights={weights!r}: expected the name of an aggregate, or one of "

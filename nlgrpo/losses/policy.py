@@ -7,13 +7,16 @@ the losses of any partition of the responses add up to the loss of the whole ste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nlgrpo import kernels
 from nlgrpo.kernels import reference
+from nlgrpo.kernels.reference import PolicyLossSettings
+
+DEFAULT = PolicyLossSettings()
 
 Normalisation = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
 Level = Literal["token", "sequence"]
@@ -77,18 +80,13 @@ def packed_loss(
     ref_logprob: Tensor | None = None,
     token_ratios: Tensor | None = None,
     level: Level = "token",
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-    beta: float = 0.0,
-    kl: str = "k3",
-    surrogate: str = "ppo",
+    settings: PolicyLossSettings = DEFAULT,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy loss summed over packed tokens, and the sums from which its metrics are computed.
 
         L = sum_t weights_r(t) [S_t + beta KL_t]
 
-    S_t depends on ``surrogate`` (sg stops the gradient):
+    S_t depends on the surrogate in ``settings`` (sg stops the gradient):
 
         ppo         -min(rho_t A_r(t), clip(rho_t, 1 - eps_low, 1 + eps_high) A_r(t))
         cispo       -sg(min(rho_t, 1 + eps_high)) A_r(t) log pi(t)
@@ -126,14 +124,15 @@ def packed_loss(
         ratios = sequence_log_ratio(log_ratio, sequence, len(advantages))
         log_ratio = ratios[sequence]
     per_token, statistics = kernels.policy_loss_with_statistics(
-        logprob, old_logprob, token_advantages, log_ratio=None if level == "token" else log_ratio,
-        ref_logprob=ref_logprob, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip, beta=beta, kl=kl,
-        surrogate=surrogate,
-    )  # fmt: skip
+        logprob,
+        old_logprob,
+        token_advantages,
+        log_ratio=None if level == "token" else log_ratio,
+        ref_logprob=ref_logprob,
+        **settings._asdict(),
+    )
     if level == "sequence":
-        statistics |= reference.policy_statistics(
-            ratios.detach(), advantages, eps_low, eps_high, dual_clip=dual_clip, surrogate=surrogate
-        )
+        statistics |= reference.policy_statistics(ratios.detach(), advantages, settings)
     per_response = weights.to(logprob)[sequence]
     if token_ratios is not None:
         per_response = per_response * token_ratios.to(logprob)
@@ -148,18 +147,28 @@ def packed_loss_from_hidden(
     advantages: Tensor,
     weights: Tensor,
     *,
+    bias: Tensor | None = None,
+    ref_logprob: Tensor | None = None,
     temperature: float = 1.0,
-    **options: Any,
+    settings: PolicyLossSettings = DEFAULT,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
     """`packed_loss` from hidden states. Returns loss, statistics, and the detached log-probs and entropies (T,).
 
     hidden (T, D), weight (V, D) and ``targets`` (T,): see `nlgrpo.kernels.linear_policy_loss`, which computes the
     gradient in the forward. ``advantages`` and ``weights`` are per token, (T,), as in PPO they differ within a
-    response. Ratios are token-level. ``options``: bias, ref_logprob, eps_low, eps_high, dual_clip, beta, kl and
-    surrogate. Raises ValueError as `linear_policy_loss`.
+    response. Ratios are token-level. Raises ValueError as `linear_policy_loss`.
     """
     loss, logprob, entropy, statistics = kernels.linear_policy_loss(
-        hidden, weight, targets, old_logprob, advantages, token_weights=weights, temperature=temperature, **options
+        hidden,
+        weight,
+        targets,
+        old_logprob,
+        advantages,
+        token_weights=weights,
+        bias=bias,
+        ref_logprob=ref_logprob,
+        temperature=temperature,
+        **settings._asdict(),
     )
     return loss, _counted(statistics, len(targets), len(targets)), logprob, entropy
 

@@ -82,7 +82,7 @@ def is_adapter(path: str | Path) -> bool:
     return os.path.isfile(Path(os.path.expanduser(path)) / CONFIG)
 
 
-def read(path: str | Path) -> Adapter:
+def read_adapter(path: str | Path) -> Adapter:
     """Read an adapter that PEFT or `save` wrote.
 
     Raises UserError for a folder without an adapter, a damaged file, and for kinds of adapters that are not supported:
@@ -133,22 +133,22 @@ def resolve(config: LoraConfig, shape: Shape) -> LoraConfig | None:
     """
     if not config.enabled:
         return None
-    settings = replace(read(config.path).config, path=config.path) if config.path else config
-    lora.check(settings, shape)
+    settings = replace(read_adapter(config.path).config, path=config.path) if config.path else config
+    lora.check_layers(settings, shape)
     return settings
 
 
-def begin(model: Model, config: LoraConfig, seed: int) -> None:
+def init_adapters(model: Model, config: LoraConfig, seed: int) -> None:
     """Give attached adapters their first values: those of the adapter at ``config.path``, or those of `lora.reset`.
 
     An adapter of a reward model has its head too. Raises UserError as `read` and `load`.
     """
     lora.reset(model, seed)
     if config.path:
-        load(model, read(config.path))
+        load_adapter(model, read_adapter(config.path))
 
 
-def load(model: Model, adapter: Adapter) -> None:
+def load_adapter(model: Model, adapter: Adapter) -> None:
     """Copy the tensors of an adapter into a model with adapters of the same settings, in place.
 
     Raises UserError for missing tensors, for tensors that the model has no place for, and for wrong shapes.

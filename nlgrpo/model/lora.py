@@ -178,7 +178,7 @@ def saved_names(shape: Shape) -> dict[str, str]:
     return {embedding: "embed"} | ({} if shape.tied else {HEAD: "head"})
 
 
-def check(config: LoraConfig, shape: Shape) -> None:
+def check_layers(config: LoraConfig, shape: Shape) -> None:
     """Raise UserError for target modules and modules to save that a model of this shape does not have."""
     layers, saved = layer_names(shape), saved_names(shape)
     for name in config.target_modules:
@@ -228,9 +228,9 @@ def attach(model: Model, config: LoraConfig, compute: torch.dtype) -> None:
     """Freeze a model and give it adapters, in place, usually while it is a blueprint.
 
     Frozen parameters get the dtype ``compute``, and adapters that of the parameters before. The head of a reward model
-    stays trained. The adapters have no values before `adapters.begin`. Raises UserError as `check`.
+    stays trained. The adapters have no values before `adapters.init_adapters`. Raises UserError as `check_layers`.
     """
-    check(config, model.shape)
+    check_layers(config, model.shape)
     if has_scalar_head(model) and HEAD in config.modules_to_save:
         raise UserError(
             f"lora.modules_to_save: a reward or value model has no {HEAD!r}; its own head is trained anyway"

@@ -79,7 +79,7 @@ def locate(path_or_name: str, *, config_only: bool = False) -> tuple[Path, Path 
     return hf_weights.locate(path_or_name, config_only=config_only), None
 
 
-def load(
+def load_reward_model(
     path_or_name: str,
     *,
     seed: int = 0,

@@ -145,7 +145,7 @@ class SmoothMin(Aggregate):
         return torch.where((exponents == -torch.inf).all(0), 0.0, exponents.softmax(0))
 
 
-def parse(text: str, weights: Sequence[float]) -> Aggregate:
+def parse_aggregate(text: str, weights: Sequence[float]) -> Aggregate:
     """Parse the name of an aggregate: "sum" -> `WeightedSum`, "min" -> `Min`, "smooth_min:GAMMA" -> `SmoothMin`.
 
     `SmoothMin` gets the weights divided by their sum, so it lies between the smallest value and the weighted mean.

@@ -85,7 +85,7 @@ class Correction:
         return Ratios(tokens, None, tokens[inside], each[inside])
 
 
-def parse(text: str, level: Level = "sequence") -> Correction | None:
+def parse_correction(text: str, level: Level = "sequence") -> Correction | None:
     """Parse "none" (None), "tis:C" or "mis:LOW:HIGH". C and HIGH may be "inf".
 
     Raises ValueError for another text.

@@ -1,6 +1,6 @@
 """Built-in rewards that need no library: length, word list, regular expression, GSM8K answer.
 
-Each is a class, which `specs.load` builds once from the arguments in its spec. The instance is called at
+Each is a class, which `specs.load_reward` builds once from the arguments in its spec. The instance is called at
 every step like a user's function, with TRL's signature: lists over the P*M completions in, one float or None each out.
 """
 

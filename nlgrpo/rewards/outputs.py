@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Fault:
+class RewardFault:
     """Fault of a reward, with the index of the completion (None: the full call)."""
 
     what: str
@@ -32,7 +32,7 @@ class Read:
     """What a reward returned. ``values``: in float64, NaN for None, NaN and invalid values."""
 
     values: Tensor
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[RewardFault] = field(default_factory=list)
     nans: int = 0
     """Completions for which it returned NaN."""
 
@@ -51,8 +51,8 @@ def values_of(output: Any, count: int, scale: float) -> Read:
             "A reward function returns one float or None per completion; "
             'see the guide "Your own model, data and reward".'
         )
-        return Read(values, [Fault(f"{items} for {count} completions", advice)])
-    faults: list[Fault] = []
+        return Read(values, [RewardFault(f"{items} for {count} completions", advice)])
+    faults: list[RewardFault] = []
     nans = 0
     for i, item in enumerate(_without_singletons(items)):
         number = _number(item)
@@ -65,7 +65,7 @@ def values_of(output: Any, count: int, scale: float) -> Read:
         else:
             scaled = "" if scale == 1 else f", scaled by {scale:g}"
             what = f"returned {reprlib.repr(item)}{scaled}"
-            faults.append(Fault(what, "A value must be a finite number, or None to abstain.", i))
+            faults.append(RewardFault(what, "A value must be a finite number, or None to abstain.", i))
     return Read(values, faults, nans)
 
 
@@ -79,8 +79,8 @@ def similarities_of(output: Any, count: int, samples: int, scale: float) -> Read
     rows = listed(output, count, width=samples, items="rows")
     if isinstance(rows, str):
         what = rows.removesuffix(", not a list,")
-        return Read(kernel, [Fault(f"{what} for {count} completions in groups of {samples}", advice)])
-    faults: list[Fault] = []
+        return Read(kernel, [RewardFault(f"{what} for {count} completions in groups of {samples}", advice)])
+    faults: list[RewardFault] = []
     nans = 0
     for i, row in enumerate(rows):
         if row is None:
@@ -88,13 +88,13 @@ def similarities_of(output: Any, count: int, samples: int, scale: float) -> Read
         read = values_of(row, samples, scale)
         kernel[i] = read.values
         nans += read.nans == samples
-        faults += [Fault(f"{fault.what} in the row of a completion", advice, i) for fault in read.faults[:1]]
+        faults += [RewardFault(f"{fault.what} in the row of a completion", advice, i) for fault in read.faults[:1]]
         if read.nans and not bool(read.values.isnan().all()):
-            faults.append(Fault("returned nan in the row of a completion", advice, i))
+            faults.append(RewardFault("returned nan in the row of a completion", advice, i))
     grouped = kernel.view(-1, samples, samples)
     absent = grouped.isnan().all(-1)
     grouped[absent[:, None, :].expand_as(grouped)] = math.nan
-    faults += [Fault(what, advice, i) for i, what in _asymmetric(grouped, absent)] if not faults else []
+    faults += [RewardFault(what, advice, i) for i, what in _asymmetric(grouped, absent)] if not faults else []
     return Read(kernel, faults, nans)
 
 

@@ -35,7 +35,7 @@ from nlgrpo.rewards.calling import (
     needs_main_thread,
 )
 from nlgrpo.rewards.history import SHOWN, History
-from nlgrpo.rewards.outputs import Fault, Read, similarities_of, values_of
+from nlgrpo.rewards.outputs import Read, RewardFault, similarities_of, values_of
 from nlgrpo.runtime.supervision.time_limit import is_main_thread
 from nlgrpo.runtime.user_code import parameters
 
@@ -332,7 +332,7 @@ def answer_of(reward: Reward, text: str) -> Hashable | None:
     raise RewardError(f"reward {reward.name!r} {fault.what}.\n  {fault.advice}") from fault.cause
 
 
-def _answers(reward: Reward, completions: Sequence[Sequence[str]]) -> tuple[Tensor, list[Fault]]:
+def _answers(reward: Reward, completions: Sequence[Sequence[str]]) -> tuple[Tensor, list[RewardFault]]:
     """Numbers of the final answers, -1 for all if the method ``answer``, user code, failed; and that fault."""
     outcome = _outcome(reward, functools.partial(answer_numbers, reward.function, completions))
     if outcome.error is None:
@@ -388,7 +388,7 @@ def _call_of(reward: Reward, batch: _Batch, log: Log) -> Call:
     if missing := _missing(reward, given):
         what = f"takes {', '.join(map(repr, missing))}, which nothing provides"
         advice = f"Available, with the columns of the data: {', '.join(given)}."
-        raise RewardError(_message(reward, Fault(what, advice), batch))
+        raise RewardError(_message(reward, RewardFault(what, advice), batch))
     names = [name for name in given if name not in bound and (takes_all or name in taken)]
     if needs_main_thread(reward.function) and not is_main_thread():
         reward.history.add_thread()
@@ -417,19 +417,19 @@ def _checked(reward: Reward, outcome: Outcome, shape: tuple[int, ...]) -> Read:
     return Read(torch.full(shape, math.nan, dtype=torch.float64), [_fault_of(reward, outcome.error)])
 
 
-def _fault_of(reward: Reward, error: BaseException, where: str = "") -> Fault:
+def _fault_of(reward: Reward, error: BaseException, where: str = "") -> RewardFault:
     if isinstance(error, TimedOut):
         at = f" It was interrupted at {error.place}." if error.place else ""
         advice = "Increase its timeout if it may take longer; if it calls a server, check that the server responds."
-        return Fault(f"did not return within its timeout of {reward.timeout:g} s{where}", advice + at)
+        return RewardFault(f"did not return within its timeout of {reward.timeout:g} s{where}", advice + at)
     kind, said = type(error).__name__, str(error)
     if isinstance(error, ErrorInProcess):
         kind, said = error.kind, error.said
     what = "failed" if kind == UserError.__name__ else f"raised {kind}"
-    return Fault(f"{what}{where}: {said}", "Its traceback is above.", cause=error)
+    return RewardFault(f"{what}{where}: {said}", "Its traceback is above.", cause=error)
 
 
-def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor:
+def _failed_groups(reward: Reward, faults: list[RewardFault], batch: _Batch) -> Tensor:
     """Groups (P,) bool in which the reward failed. Raises RewardError unless ``on_error`` is "skip"."""
     failed = torch.zeros(batch.groups, dtype=torch.bool)
     if faults and reward.on_error == "stop":
@@ -445,7 +445,7 @@ def _failed_groups(reward: Reward, faults: list[Fault], batch: _Batch) -> Tensor
     return failed
 
 
-def _message(reward: Reward, fault: Fault, batch: _Batch) -> str:
+def _message(reward: Reward, fault: RewardFault, batch: _Batch) -> str:
     first, last = batch.first_prompt, batch.first_prompt + batch.groups - 1
     if fault.index is None:
         where = f"prompts {first} to {last}" if last > first else f"prompt {first}"

@@ -1,6 +1,6 @@
 """Built-in kernels: similarities of two completions, for diversity objectives.
 
-Each is a class, which `specs.load` builds once from the arguments in its spec. The instance is called like a
+Each is a class, which `specs.load_reward` builds once from the arguments in its spec. The instance is called like a
 reward, with the P*M completions of a step, and returns the rows of the P kernel matrices, (P*M, M) in float64. All
 kernels are positive semidefinite with k(y, y) = 1.
 """

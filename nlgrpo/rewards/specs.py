@@ -46,7 +46,7 @@ KERNELS = {
 COMPOSITE = ("weighted", "gated")
 
 
-def load(
+def load_reward(
     name: str,
     spec: str,
     *,

@@ -18,7 +18,7 @@ import torch
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.runtime.distributed import Ranks
 
-FILE = "threads.json"  # in the folder of a run
+THREADS_FILE = "threads.json"  # in the folder of a run
 SET_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 STAT = Path("/proc/stat")
 SHORT = 0.2  # seconds of the first look at the load
@@ -50,7 +50,7 @@ def use(folder: Path, ranks: Ranks, *, restart: bool = False) -> str:
 def record(folder: Path, ranks: Ranks) -> None:
     """Save the number of threads in the folder of a run that begins."""
     if ranks.first and ranks.device.type == "cpu" and saved_count(folder) is None:
-        atomic_write(folder / FILE, json.dumps({"threads": torch.get_num_threads()}) + "\n")
+        atomic_write(folder / THREADS_FILE, json.dumps({"threads": torch.get_num_threads()}) + "\n")
 
 
 def choose(usual: int, saved: int | None, *, alone: bool = True) -> Threads:
@@ -128,7 +128,7 @@ def usable() -> set[int]:
 def saved_count(folder: Path) -> int | None:
     """Return the number of threads with which the run in ``folder`` began; None for a new run, or an old one."""
     try:
-        count = json.loads((folder / FILE).read_text("utf-8"))["threads"]
+        count = json.loads((folder / THREADS_FILE).read_text("utf-8"))["threads"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return count if isinstance(count, int) and count > 0 else None

@@ -62,9 +62,9 @@ class Setup:
         return max(self.prompts.longest, self.held_out.longest) + self.config.rollout.max_new_tokens
 
 
-def build(cfg: Config, ranks: Ranks) -> Setup:
+def build_setup(cfg: Config, ranks: Ranks) -> Setup:
     """Load tokenizer, data and rewards. Raises UserError for a configuration that cannot be run."""
-    validate.check(cfg, world=ranks.world)
+    validate.check_config(cfg, world=ranks.world)
     source = hf_weights.locate(cfg.model.path)
     model_config = decoder.read_config(source)
     check_causal(model_config)
@@ -87,7 +87,7 @@ def build(cfg: Config, ranks: Ranks) -> Setup:
     objective = JointObjective(
         objectives=objectives,
         weights=weights,
-        aggregate=aggregation.parse(cfg.loss.aggregate, list(weights.values())),
+        aggregate=aggregation.parse_aggregate(cfg.loss.aggregate, list(weights.values())),
         at=cfg.loss.aggregate_at,
         memory=cfg.loss.aggregate_memory,
     )
@@ -103,7 +103,7 @@ def build(cfg: Config, ranks: Ranks) -> Setup:
     if cfg.loss.offline or cfg.loss.jeffreys:
         from nlgrpo.training import offline
 
-        samples = offline.make(cfg, rewards, objectives, known, origin)
+        samples = offline.load_samples(cfg, rewards, objectives, known, origin)
     adapter = None
     if cfg.lora.enabled:
         from nlgrpo.model import adapters
@@ -113,7 +113,7 @@ def build(cfg: Config, ranks: Ranks) -> Setup:
     if any(reward.transform for reward in cfg.rewards.values()) and not cfg.loss.offline:
         from nlgrpo.training import reference_rewards
 
-        references = reference_rewards.make(cfg, sampler, objectives, known, origin, ranks)
+        references = reference_rewards.make_reference_rewards(cfg, sampler, objectives, known, origin, ranks)
     setup = Setup(
         config=cfg,
         ranks=ranks,
@@ -132,5 +132,5 @@ def build(cfg: Config, ranks: Ranks) -> Setup:
     if cfg.loss.algorithm == "ppo":
         from nlgrpo.training import critic
 
-        critic.check(cfg, shape, longest=setup.longest)
+        critic.check_critic(cfg, shape, longest=setup.longest)
     return setup

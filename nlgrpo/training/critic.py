@@ -133,7 +133,7 @@ def own_shape(cfg: Config, policy: Shape) -> Shape:
     return shape_of(decoder.read_config(reward_model.locate(cfg.critic.path, config_only=True)[0]))
 
 
-def check(cfg: Config, policy: Shape, longest: int) -> None:
+def check_critic(cfg: Config, policy: Shape, longest: int) -> None:
     """Check the critic's model without loading its weights. ``longest``: maximal tokens of a prompt and completion.
 
     Raises UserError if the model is missing, its vocabulary is not the policy's, or its context is too short.
@@ -153,11 +153,13 @@ def check(cfg: Config, policy: Shape, longest: int) -> None:
         )
 
 
-def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype, adapter: LoraConfig | None = None) -> Critic:
+def make_critic(
+    cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype, adapter: LoraConfig | None = None
+) -> Critic:
     """Build the critic of a checked configuration. A new head predicts 0 at first.
 
     ``adapter``: settings of the policy's adapters. A separate critic gets adapters of these settings and trains them
-    with its head. Raises UserError as `reward_model.load` does.
+    with its head. Raises UserError as `load_reward_model` does.
     """
     stored = master_dtype(compute)
     if cfg.critic.trunk == "shared":
@@ -167,11 +169,11 @@ def make(cfg: Config, policy: Decoder, ranks: Ranks, compute: torch.dtype, adapt
     if adapter is not None:
         adapter = replace(adapter, modules_to_save=(), path="")
     sharded = partial(prepare, adapter=adapter, ranks=ranks, compute=compute, parallel=cfg.parallel)
-    model, trained = reward_model.load(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
+    model, trained = reward_model.load_reward_model(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if not trained:
         _zero(reward_model.head_of(model))
     if adapter is not None:
-        adapters.begin(model, adapter, seed)
+        adapters.init_adapters(model, adapter, seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     return Critic(cfg.critic, model, ranks)
 

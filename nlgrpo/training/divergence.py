@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from nlgrpo.config.schema import MINIMUM_WINDOW, Config, DivergenceConfig
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.tracking.run_files import FILE, read_jsonl
+from nlgrpo.training.tracking.run_files import METRICS_FILE, read_jsonl
 
 CONSTANT = "advantage/frac_zero_std"
 CONSTANT_STEPS = 10  # steps in which no group has different linearised rewards
@@ -141,7 +141,7 @@ class DivergenceWatch:
         """Follow the metrics that were logged before ``step``; collective."""
         config = self.config
         self.detector = Detector(config.divergence, groups=config.rollout.samples > 1)
-        rows = read_jsonl(config.run / FILE)[-20 * config.divergence.window :] if self.ranks.first else []
+        rows = read_jsonl(config.run / METRICS_FILE)[-20 * config.divergence.window :] if self.ranks.first else []
         for row in self.ranks.gather_objects([row for row in rows if row["step"] < step])[0]:
             self.detector.look(row["step"], row)
 

@@ -129,7 +129,7 @@ class Learner:
         most = int(self.ranks.max(torch.tensor(len(packed), device=device)))
         return packed + [empty_micro_batch(device) for _ in range(most - len(packed))]
 
-    def score(self, model: Decoder, rollout: Rollout) -> Tensor:
+    def logprobs_of(self, model: Decoder, rollout: Rollout) -> Tensor:
         """Log-probs (R, L) of the completions under ``model``; 0 past their ends."""
         rows = list(range(rollout.lengths.numel()))
         return logprobs.completion_logprobs(model, rollout, self.micro_batches(rollout, rows), self.temperature)
@@ -145,7 +145,7 @@ class Learner:
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
         with self.as_reference() as reference:
-            return None if reference is None else self.score(reference, rollout)
+            return None if reference is None else self.logprobs_of(reference, rollout)
 
     def corrected(self, rollout: Rollout) -> Corrected | None:
         """Importance weights of a rollout that another distribution sampled; None with loss.correction = "none"."""
@@ -154,15 +154,15 @@ class Learner:
         from nlgrpo.losses import correction
         from nlgrpo.objectives import importance_sampling
 
-        settings = importance_sampling.parse(self.loss.correction, self.loss.correction_level)
+        settings = importance_sampling.parse_correction(self.loss.correction, self.loss.correction_level)
         if settings is None:
             return None
-        policy = self.score(self.model, rollout)
+        policy = self.logprobs_of(self.model, rollout)
         return self.ranks.agree(lambda: correction.correct(settings, policy, rollout.logprobs, rollout.lengths))
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
         """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""
-        log_ratio = kl.estimate(self.score(self.model, rollout), ref_logprobs, "k1").sum(-1)
+        log_ratio = kl.estimate(self.logprobs_of(self.model, rollout), ref_logprobs, "k1").sum(-1)
         return -beta * log_ratio.view(rollout.lengths.shape)
 
     def update(
@@ -196,7 +196,7 @@ class Learner:
         ref = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
         old = None if corrected is None else corrected.policy
         if old is None and (off_policy or ref is not None):
-            old = self.score(self.model, rollout)
+            old = self.logprobs_of(self.model, rollout)
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
         (all_tokens,) = self.ranks.sums(int(lengths[kept].sum()))
@@ -286,27 +286,34 @@ class Learner:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = None if corrected is None else batch.pick(corrected.tokens)
         old_logprob = None if old is None else batch.pick(old)
-        options: dict[str, Any] = {
-            "ref_logprob": None if ref_logprobs is None else batch.pick(ref_logprobs),
-            "eps_low": self.loss.eps_low,
-            "eps_high": self.loss.eps_high,
-            "dual_clip": self.loss.dual_clip,
-            "surrogate": self.loss.surrogate,
-            "beta": beta if self.loss.kl_in == "loss" else 0.0,
-            "kl": "k3_iw" if self.loss.kl_importance else self.loss.kl,
-        }
+        ref_logprob = None if ref_logprobs is None else batch.pick(ref_logprobs)
+        settings = self.loss.settings(beta)
         if self.loss.level == "sequence":
             present = batch.present  # absent rows would add ratios of 1
             logprob, entropy = logprobs.logprobs(self.model, batch, self.temperature)
             terms = (old_logprob, targets.advantages[present, 0], batch.sequence, weights[present])
-            loss, stats = packed_loss(logprob, *terms, level="sequence", token_ratios=ratio, **options)
+            loss, stats = packed_loss(
+                logprob,
+                *terms,
+                ref_logprob=ref_logprob,
+                level="sequence",
+                token_ratios=ratio,
+                settings=settings,
+            )
             return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
         def head(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
             per_token = weights[batch.row] if ratio is None else weights[batch.row] * ratio
             terms = (batch.targets, old_logprob, batch.pick(targets.advantages), per_token)
-            more = options | {"bias": bias, "temperature": self.temperature}
-            outputs = packed_loss_from_hidden(hidden, weight, *terms, **more)
+            outputs = packed_loss_from_hidden(
+                hidden,
+                weight,
+                *terms,
+                bias=bias,
+                ref_logprob=ref_logprob,
+                temperature=self.temperature,
+                settings=settings,
+            )
             return (*outputs, None if self.critic is None else self.critic.on_policy(hidden))
 
         loss, stats, logprob, entropy, scored = self.model(batch.tokens, batch.segments, batch.select, head)

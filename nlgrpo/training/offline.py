@@ -131,7 +131,7 @@ class OfflineSamples:
         return indices[part * self.per_step : (part + 1) * self.per_step]
 
 
-def make(
+def load_samples(
     cfg: Config,
     rewards: Sequence[Reward],
     objectives: Mapping[str, Objective],

@@ -42,9 +42,9 @@ def load_learner(setup: Setup) -> Learner:
         reference.requires_grad_(False).configure(compiled=cfg.model.compile)
     critic = None
     if cfg.loss.algorithm == "ppo":
-        from nlgrpo.training.critic import make
+        from nlgrpo.training.critic import make_critic
 
-        critic = make(cfg, model, ranks, setup.compute, setup.adapter)
+        critic = make_critic(cfg, model, ranks, setup.compute, setup.adapter)
     return Learner(
         model=model,
         reference=reference,
@@ -69,7 +69,7 @@ def _load_policy(setup: Setup) -> Decoder:
     if setup.adapter is not None:
         from nlgrpo.model import adapters
 
-        adapters.begin(model, setup.adapter, setup.config.train.seed)
+        adapters.init_adapters(model, setup.adapter, setup.config.train.seed)
     return model
 
 

@@ -226,7 +226,7 @@ class ReferenceRewards:
         return digest_of_prompt(ids) in self.known or (self.rollouts is not None and self.rollouts.row(ids) is not None)
 
 
-def make(
+def make_reference_rewards(
     cfg: Config,
     sampler: Sampler,
     objectives: Mapping[str, Objective],
@@ -252,7 +252,7 @@ def make(
     if options.missing == "draw":
         drawing = replace(sampler, samples=K, seed=sampler.seed ^ (1 << 61), rewards=rewards)
     parsed = {
-        name: variational.parse(text)
+        name: variational.parse_variational(text)
         or parse_transform(text, beta=beta_of(cfg, name), references=K, function=user_code.function)
         for name, text in wanted.items()
     }

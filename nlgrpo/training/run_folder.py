@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nlgrpo.runtime.checkpoint import Saver
     from nlgrpo.runtime.file_lock import FileLock
 
-FILE = "config.json"
+CONFIG_FILE = "config.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 _LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
@@ -40,9 +40,9 @@ def written() -> tuple[str, ...]:
         "paused-servers",
         *LOGGED,
         run_inputs.EVALUATION_FILE,
-        run_inputs.FILE,
+        run_inputs.INPUTS_FILE,
         run_files.REPORT_FILE,
-        cpu_threads.FILE,
+        cpu_threads.THREADS_FILE,
         *(f"{picture}.png" for picture in ("lengths", "curves", "rewards", "best_of_n", "win_rates", "fronts")),
     )
 
@@ -116,7 +116,7 @@ def _claim(
 ) -> str:
     """Claim the folder; returns an error message, or an empty string."""
     current = _plain(cfg)
-    path = folder / FILE
+    path = folder / CONFIG_FILE
     if path.is_file():
         _lock(folder, advice)
     if restart and path.is_file():
@@ -157,7 +157,7 @@ def _plain(cfg: Any) -> dict[str, Any]:
 
 
 def _write_config(folder: Path, cfg: Any) -> None:
-    atomic_files.atomic_write(folder / FILE, json.dumps(_plain(cfg), indent=2) + "\n")
+    atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(_plain(cfg), indent=2) + "\n")
 
 
 def begun_steps(folder: Path) -> int:
@@ -250,7 +250,7 @@ def _ours(name: str) -> bool:
     """Whether a file is one of a run that was killed before it had a configuration."""
     from nlgrpo.engine.rollouts import run_inputs
 
-    return name == f"{FILE}.tmp" or name.startswith((LOCK, run_inputs.FILE))
+    return name == f"{CONFIG_FILE}.tmp" or name.startswith((LOCK, run_inputs.INPUTS_FILE))
 
 
 def _read(path: Path) -> dict[str, Any] | None:

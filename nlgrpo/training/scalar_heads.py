@@ -294,12 +294,14 @@ def max_length(model: str, requested: int | None) -> int:
     return requested or context
 
 
-def begin(cfg: ScalarHeadConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, longest: int) -> dict[str, Any]:
-    """Load and shard the model; returns the fields of a trainer without examples. Raises as `reward_model.load`."""
+def trainer_fields(
+    cfg: ScalarHeadConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> dict[str, Any]:
+    """Load and shard the model; returns the fields of a trainer without examples. Raises as `load_reward_model`."""
     refuse(cfg.parallel.faults(ranks.world))
     compute, seed = compute_dtype(cfg.model.dtype, ranks.device), cfg.train.seed
     adapter = adapters.resolve(cfg.lora, shape_of(decoder.read_config(reward_model.locate(cfg.model.path)[0])))
-    model, loaded_head = reward_model.load(
+    model, loaded_head = reward_model.load_reward_model(
         cfg.model.path,
         seed=seed,
         dtype=master_dtype(compute),
@@ -307,7 +309,7 @@ def begin(cfg: ScalarHeadConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBas
         shard=partial(fsdp.prepare, adapter=adapter, ranks=ranks, compute=compute, parallel=cfg.parallel),
     )
     if adapter is not None:
-        adapters.begin(model, adapter, seed)
+        adapters.init_adapters(model, adapter, seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     return {
         "config": cfg,

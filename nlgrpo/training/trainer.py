@@ -30,7 +30,7 @@ from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.profiling import StepProfiler, steps_of
 from nlgrpo.runtime.seeding import deterministic_algorithms
 from nlgrpo.runtime.supervision import process_group
-from nlgrpo.runtime.supervision.phases import Limits, phase
+from nlgrpo.runtime.supervision.phases import TimeLimits, phase
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import run_folder
@@ -152,7 +152,7 @@ class Trainer(ABC):
             before = self.evaluate_before()
             if self.restore():
                 console.print(f"resuming from step {self.progress.step}")
-            elif logged := len(run_files.read_jsonl(self.folder / run_files.FILE)):
+            elif logged := len(run_files.read_jsonl(self.folder / run_files.METRICS_FILE)):
                 console.print(
                     f"no checkpoint in {self.folder}: restarting from step 0, discarding {logged} logged steps"
                 )
@@ -268,7 +268,7 @@ class Trainer(ABC):
         return times | utilisation | {"num_tokens": self.progress.num_tokens}
 
 
-def launch(cfg: Any, build: Callable[[Any, Ranks], Trainer], *, limits: Limits, dry_run: bool = False) -> None:
+def launch(cfg: Any, build: Callable[[Any, Ranks], Trainer], *, limits: TimeLimits, dry_run: bool = False) -> None:
     """Train on the ranks that the launcher started, resuming from the newest checkpoint if there is one.
 
     ``build``: makes the trainer of the configuration ``cfg``. ``limits``: how long a rank may be in one place.

@@ -20,7 +20,7 @@ from nlgrpo.runtime.device import gpu_of_device
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.training import policy
-from nlgrpo.training.build import Setup, build
+from nlgrpo.training.build import Setup, build_setup
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def run(kit: Kit) -> None:
 
 def measure(kit: Kit, case: Case, ranks: Ranks) -> None:
     """Time, profile and size one update."""
-    setup = build(from_dict(settings(kit, case), Config()), ranks)
+    setup = build_setup(from_dict(settings(kit, case), Config()), ranks)
     work = table.workload(setup)
     plan = memory.estimate(work)
     planned = plan.total("update") - work.process

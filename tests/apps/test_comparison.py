@@ -119,7 +119,7 @@ def test_a_weight_or_a_score_is_no_pass_at_n(tmp_path, capsys):
 
 
 def test_a_report_joins_the_seeds_of_a_setting(runs):
-    found = run_loader.read(runs)
+    found = run_loader.read_runs(runs)
     assert [model.label for model in found.models] == ["objective=mean, 3 seeds", "objective=bon:8, 3 seeds"]
     assert set(found.settings) == {model.label for model in found.models}
     assert found.settings["objective=bon:8, 3 seeds"].config["train"]["seed"] == [10, 11, 12]
@@ -141,9 +141,9 @@ def test_a_report_joins_the_seeds_of_a_setting(runs):
 
 
 def test_labels_of_a_report_name_runs_and_settings(runs):
-    found = run_loader.read([f"A={runs[0]}", *(f"B={run}" for run in runs[3:]), runs[1]])
+    found = run_loader.read_runs([f"A={runs[0]}", *(f"B={run}" for run in runs[3:]), runs[1]])
     assert [model.label for model in found.models] == ["A", "B, 3 seeds", "objective=mean,seed=1"]
-    apart = run_loader.read([f"B={run}" for run in runs[3:]], join_seeds=False)
+    apart = run_loader.read_runs([f"B={run}" for run in runs[3:]], join_seeds=False)
     assert [model.label for model in apart.models] == ["B", "B (2)", "B (3)"]
 
 
@@ -170,19 +170,19 @@ def test_runs_that_cannot_be_joined_stay_apart(runs, tmp_path):
     other = run_in(tmp_path / "objective=bon:8,seed=13", 13, "bon:8", **fewer)
     again = run_in(tmp_path / "again", 1)
     (runs[2] / "config.json").unlink()
-    found = run_loader.read([*runs[:3], again])
+    found = run_loader.read_runs([*runs[:3], again])
     assert len(found.models) == 4
     assert [model.label for model in found.models if model.by_seed] == []
-    assert len(run_loader.read([*runs[3:], other]).models) == 4
+    assert len(run_loader.read_runs([*runs[3:], other]).models) == 4
 
 
 def test_the_reference_of_an_evaluation_without_models_is_kept(runs, tmp_path):
     (tmp_path / "evaluation").mkdir()
     write_evaluation(tmp_path / "evaluation", reference=samples_of(drawn(0.3, 7)))
-    found = run_loader.read([tmp_path / "evaluation"])
+    found = run_loader.read_runs([tmp_path / "evaluation"])
     assert list(found.references) == ["reference"]
     assert found.reference_entries
-    assert len(run_loader.read([tmp_path / "evaluation", *runs]).references) == 3
+    assert len(run_loader.read_runs([tmp_path / "evaluation", *runs]).references) == 3
 
 
 def test_runs_on_other_prompts_or_numbers_of_samples_are_not_joined(tmp_path):
@@ -191,16 +191,16 @@ def test_runs_on_other_prompts_or_numbers_of_samples_are_not_joined(tmp_path):
     other = {when: samples_of(drawn(0.4, 1), texts[::-1]) for when in ("before", "after")}
     fewer = {when: samples_of(drawn(0.4, 1)[:, :4], texts) for when in ("before", "after")}
     first = run_in(tmp_path / "seed=0", 0, **alike)
-    assert len(run_loader.read([first, run_in(tmp_path / "seed=1", 1, **other)]).models) == 2
-    assert len(run_loader.read([first, run_in(tmp_path / "seed=2", 2, **fewer)]).models) == 2
-    assert len(run_loader.read([first, run_in(tmp_path / "seed=3", 3, **alike)]).models) == 1
+    assert len(run_loader.read_runs([first, run_in(tmp_path / "seed=1", 1, **other)]).models) == 2
+    assert len(run_loader.read_runs([first, run_in(tmp_path / "seed=2", 2, **fewer)]).models) == 2
+    assert len(run_loader.read_runs([first, run_in(tmp_path / "seed=3", 3, **alike)]).models) == 1
 
 
 def test_curves_of_a_setting_are_means_over_seeds(runs):
     for number, run in enumerate(runs[:3]):
         rows = [{"step": step, "reward": number + step, "kl": None if number else 0.5} for step in range(4 - number)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (model, *_) = run_loader.read(runs).models
+    (model, *_) = run_loader.read_runs(runs).models
     assert model.logged == [{"step": step, "reward": 1 + step} for step in range(2)]
 
 

@@ -51,7 +51,7 @@ def work(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     for seed, name in enumerate(("one", "two")):
         tiny_model(root / "base", "gpt2", seed=seed + 1)
-        value, _ = reward_model.load(str(root / "base"), seed=seed)
+        value, _ = reward_model.load_reward_model(str(root / "base"), seed=seed)
         with torch.no_grad():
             value.head.weight.mul_(5.0)
         reward_model.save(value, root / name, tokenizer=tokenizer, pad=0, max_length=64)
@@ -134,7 +134,7 @@ def test_best_of_n_equals_the_engine_and_searches_equal_the_search(work):
             assert row["over_bon"][0] == pytest.approx(paired.mean().item(), abs=1e-6)
     assert found["bon", 4]["theory"] == {"tokens": 4 * LENGTH, "reward_queries": 4}  # Eq. 36
     assert found["bon", 4]["peak_bytes"] is None  # on a GPU alone
-    count = sum(p.numel() for p in reward_model.load(str(work / "one"))[0].parameters())
+    count = sum(p.numel() for p in reward_model.load_reward_model(str(work / "one"))[0].parameters())
     assert found["iro", 4]["value_bytes"] == 2 * found["iro:1", 4]["value_bytes"] == 2 * 8 * count  # float64, as asked
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
 
@@ -356,7 +356,7 @@ def test_implicit_rewards(work, tmp_path, text):
 
 def test_weights_that_several_values_share_are_stored_once(work, tmp_path):
     """Value models that differ in their heads alone (SPI, Remark 3.2): the same rewards, and the memory of one."""
-    model, _ = reward_model.load(str(work / "one"))
+    model, _ = reward_model.load_reward_model(str(work / "one"))
     with torch.no_grad():
         reward_model.head_of(model).weight.mul_(-2.0)
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")

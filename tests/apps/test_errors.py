@@ -161,7 +161,7 @@ BUGS = [
     ("nlgrpo.training.divergence.DivergenceWatch.look", call, "TypeError"),
     ("nlgrpo.training.trainer.Trainer.save", invariant, "AssertionError: P x M"),
     ("nlgrpo.training.global_batch.GlobalBatch.linearize", pure, "ValueError: weights (3,) for M = 4"),
-    ("nlgrpo.train.build", number, "ValueError: invalid literal"),
+    ("nlgrpo.train.build_setup", number, "ValueError: invalid literal"),
 ]
 
 

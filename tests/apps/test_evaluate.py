@@ -128,7 +128,7 @@ def test_kl_equals_that_of_transformers(work, results):
     }
     folder = work / "first"
     cfg = evaluate.read_arguments(arguments(work, "first")[1:])
-    e = model_evaluation.build(*cfg, Ranks(0, 1, torch.device("cpu")))
+    e = model_evaluation.build_evaluation(*cfg, Ranks(0, 1, torch.device("cpu")))
     candidate = e.candidates[1]
     for row, chunk in enumerate(candidate.chunks[:1]):
         rollout = candidate.rollout(chunk)

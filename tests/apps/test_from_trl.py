@@ -24,6 +24,7 @@ from nlgrpo.apps.convert.from_trl import convert, read
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import OptimConfig
+from nlgrpo.kernels.reference import PolicyLossSettings
 from nlgrpo.losses.policy import packed_loss, token_weights
 from nlgrpo.objectives.advantages import advantages
 from nlgrpo.objectives.registry import Mean
@@ -231,7 +232,7 @@ def test_the_result_is_a_configuration_of_nlgrpo(tmp_path, options):
     text = convert({"model_name_or_path": "m", "reward_funcs": ["accuracy_reward"], "max_steps": 5, **options}).toml()
     (tmp_path / "my.toml").write_text(text)
     config, _ = from_arguments([str(tmp_path / "my.toml")])
-    validate.check(config)
+    validate.check_config(config)
     assert config.rewards["math"].objective == "mean"
     assert config.loss.scale == "group"
 
@@ -683,7 +684,8 @@ def test_advantages_and_gradient_of_rloo_are_those_of_trl(tmp_path, normalize):
     weights = token_weights("dr_grpo", mask.sum(1), sequences=8, tokens=1, max_length=6)
     trainer.model.zero_grad()
     rows = mask.nonzero()[:, 0]
-    loss, _ = packed_loss(logprob(trainer.model)[mask], None, ours, rows, weights, surrogate="reinforce")
+    settings = PolicyLossSettings(surrogate="reinforce")
+    loss, _ = packed_loss(logprob(trainer.model)[mask], None, ours, rows, weights, settings=settings)
     loss.backward()
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(6 * parameter.grad, theirs[name], atol=1e-5, rtol=1e-3, msg=name)

@@ -44,7 +44,7 @@ def work(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     for seed, family in enumerate(("gpt2", "llama")):
         tiny_model(root / "base", family, seed=seed + 1)
-        value, _ = reward_model.load(str(root / "base"), seed=seed)
+        value, _ = reward_model.load_reward_model(str(root / "base"), seed=seed)
         with torch.no_grad():
             value.head.weight.mul_(5.0)
         reward_model.save(value, root / family, tokenizer=tokenizer, pad=0, max_length=64)
@@ -307,7 +307,7 @@ def test_a_value_model_with_another_tokenizer_reads_texts(work, tmp_path):
 
 def swapped(work, tmp_path):
     """A value model whose tokenizer has the ids of two words swapped."""
-    model, _ = reward_model.load(str(work / "gpt2"))
+    model, _ = reward_model.load_reward_model(str(work / "gpt2"))
     tiny_model(tmp_path / "base", "gpt2")
     tokens = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]

@@ -134,7 +134,7 @@ def test_a_report_of_several_runs_shows_all_of_them(report, folders):
         assert folder.name in text
     others = folders[0].parent.parent / os.fsdecode(b"\xff")
     shutil.copytree(folders[0], others)
-    assert run_loader.read([others]).models[0].label == "?"
+    assert run_loader.read_runs([others]).models[0].label == "?"
     assert "<script>alert(1)</script>" in text
     assert "3 models; 90 logged steps; evaluated on 8 prompts x 16 samples" in text
     assert "after training" not in text

@@ -22,7 +22,7 @@ from nlgrpo.engine import guided_search, guides
 from nlgrpo.engine.chunked_decoding import ModelValue
 from nlgrpo.engine.guided_search import Candidate
 from nlgrpo.engine.rollouts import convert
-from nlgrpo.engine.rollouts.reference_rollouts import load
+from nlgrpo.engine.rollouts.reference_rollouts import load_rollouts
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
@@ -96,8 +96,8 @@ def test_what_the_loop_leaves(work, whole, capsys):
     assert [(row["value"], row["beta"]) for row in (first, second)] == [
         ("iteration-1/value", 1.0), ("iteration-2/value", 0.5)
     ]  # fmt: skip
-    worth = 2.0 * load(whole / "iteration-1" / "rollouts").rewards["low"]
-    more = 2.0 * load(whole / "iteration-2" / "rollouts").rewards["low"].mean(1) - worth.mean(1)
+    worth = 2.0 * load_rollouts(whole / "iteration-1" / "rollouts").rewards["low"]
+    more = 2.0 * load_rollouts(whole / "iteration-2" / "rollouts").rewards["low"].mean(1) - worth.mean(1)
     assert more.mean() > 2 * more.std() / len(more) ** 0.5
     assert second["mean"]["value"] - first["mean"]["value"] == pytest.approx(more.mean().item())
     assert first["mean"]["value"] == pytest.approx(worth.mean().item())
@@ -131,7 +131,7 @@ def test_two_ranks_are_as_one(work, whole):
     shown = run(arguments(work, "pair"))
     assert shown.count(f"guide   {work}") == 1
     for t in (1, 2):
-        one, two = (load(folder / f"iteration-{t}" / "rollouts") for folder in (whole, work / "pair"))
+        one, two = (load_rollouts(folder / f"iteration-{t}" / "rollouts") for folder in (whole, work / "pair"))
         assert list(one.tokens()) == list(two.tokens())
     for part in ("iteration-1/value", "iteration-2/value", "compressed-2"):
         one, two = (load_file(folder / part / "model" / "model.safetensors") for folder in (whole, work / "pair"))
@@ -207,7 +207,7 @@ def test_guided_rollouts_are_those_of_the_search(work, loop, reads, request):
         AutoTokenizer.from_pretrained(work / "policy"),
         decoder.load(work / "policy", dtype=torch.float64),
     )
-    rollouts = load(whole / "iteration-2" / "rollouts")
+    rollouts = load_rollouts(whole / "iteration-2" / "rollouts")
     sampling = Sampling(max_new_tokens=6, stop_ids=(EOS,))
     values = guides.load_values([whole / "iteration-1" / "value"], [1.0], tokenizer, sampling, dtype=torch.float64)
     assert isinstance(values[0][0], reads)
@@ -241,7 +241,7 @@ def test_the_best_of_each_search_is_kept(work, capsys):
     values = guides.load_values(
         [work / "best" / "iteration-1" / "value"], [1.0], tokenizer, sampling, dtype=torch.float64
     )
-    rollouts, how = load(work / "best" / "iteration-2" / "rollouts"), guided_search.Search(2, 4, 2)
+    rollouts, how = load_rollouts(work / "best" / "iteration-2" / "rollouts"), guided_search.Search(2, 4, 2)
     seeds = [0 ^ (1 << 61) ^ (2 << 48) ^ (number << 32) for number in range(3)]
     different = 0
     for row, (prompt, own) in enumerate(rollouts.tokens()):
@@ -409,7 +409,7 @@ def test_a_prompt_that_no_reward_judges(work):
     options = {"rewards__low__function": f"{work / 'partly.py'}:low", "iterations": 1, "betas": (), "value__lam": 0.5}
     assert cli.main(arguments(work, "partly", "--no-compress", **options)) == 0
     [found] = json.loads((work / "partly" / "iro.json").read_text())
-    worth = 2.0 * load(work / "partly" / "iteration-1" / "rollouts").rewards["low"]
+    worth = 2.0 * load_rollouts(work / "partly" / "iteration-1" / "rollouts").rewards["low"]
     assert worth[0].isnan().all()
     assert found["mean"]["value"] == pytest.approx(worth[1:].mean(1).mean().item())
     assert found["best"]["value"] == pytest.approx(worth[1:].amax(1).mean().item())

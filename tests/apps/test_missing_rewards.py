@@ -265,7 +265,7 @@ def test_the_report_says_over_how_many(tmp_path, monkeypatch):
     page = report.write_report(run).read_text()
     assert "2 of 4 prompts, 6 of 12 samples" in page
     assert "math: 2 prompts" in page
-    found = run_loader.read([run])
+    found = run_loader.read_runs([run])
     sums = [e for e in found.entries if e.quantity == "weighted sum" and e.procedure == "mean"]
     assert [e.estimate.value for e in sums] == pytest.approx([6.75, 6.75])
     assert sums[1].change.value == 0
@@ -278,7 +278,7 @@ def test_results_keep_the_numbers_of_prompts(tmp_path):
     results.write(data, ["mean", "bon:2"], (), recipe("blank"), tmp_path / "ev")
     rows = json.loads((tmp_path / "ev" / "results.json").read_text())["results"]
     assert rows[0]["estimate"]["coverage"] == asdict(Coverage(2, 4, 6, 12))
-    read = [e for e in run_loader.read([tmp_path / "ev"]).entries if e.quantity == "code"]
+    read = [e for e in run_loader.read_runs([tmp_path / "ev"]).entries if e.quantity == "code"]
     assert [e.estimate.coverage for e in read if e.procedure == "mean"] == [Coverage(2, 4, 6, 12)] * 2
     assert "coverage" not in next(row for row in rows if row["quantity"] == "length")["estimate"]  # over all of them
 
@@ -374,9 +374,9 @@ def test_a_missing_reward_is_not_a_reward_of_0(tmp_path):
     """Two runs whose references differ in that alone have two references in a report."""
     missing, zero = samples_of({"r": [[NAN, 1.0]]}), samples_of({"r": [[0.0, 1.0]]})
     runs = [run_in(tmp_path / name, before, zero) for name, before in (("a", missing), ("b", zero))]
-    found = run_loader.read(runs)
+    found = run_loader.read_runs(runs)
     assert len(found.references) == 2
-    assert len(run_loader.read([runs[0], run_in(tmp_path / "c", missing, zero)]).references) == 1
+    assert len(run_loader.read_runs([runs[0], run_in(tmp_path / "c", missing, zero)]).references) == 1
 
 
 def test_rollouts_are_summarized_over_the_samples_that_are_there():

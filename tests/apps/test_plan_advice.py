@@ -95,7 +95,7 @@ def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
     work = workload(LoraConfig(rank=16), rollout__max_rows=256)
     message = r"needs about 101.3 GiB .* evaluation .*KV cache, 68.0 GiB\), but the GPU has 79.1 GiB; it fits with"
     with pytest.raises(ValueError, match=message) as e:
-        advice.check(work, H100.gpu.memory, "the GPU")
+        advice.check_fits(work, H100.gpu.memory, "the GPU")
     options = str(e.value).split("fits with ")[1].split(",")[0].split()
     settings = {k[2:]: {"True": True}.get(v) or int(v) for k, v in zip(options[::2], options[1::2], strict=True)}
     assert memory.estimate(advice.with_settings(work, settings)).peak <= H100.gpu.memory
@@ -104,7 +104,7 @@ def test_a_run_that_does_not_fit_is_refused_with_settings_that_do():
 def test_a_model_that_is_larger_than_a_gpu_is_sampled_by_block():
     work = workload(world=64, shape=LLAMA_70B, rollout__prompts=64, model__activation_checkpointing=True)
     with pytest.raises(ValueError, match=r"it fits with --parallel.gather_for_sampling block, or set") as e:
-        advice.check(work, H100.gpu.memory, "the GPU")
+        advice.check_fits(work, H100.gpu.memory, "the GPU")
     assert "unsharded parameters" in str(e.value)
     block = advice.with_settings(work, {"parallel.gather_for_sampling": "block"})
     assert memory.estimate(block).peak <= H100.gpu.memory
@@ -128,11 +128,11 @@ def test_the_host_must_hold_what_is_offloaded():
 
 def test_a_run_that_fits_with_no_settings_is_refused():
     with pytest.raises(ValueError, match="use more ranks, adapters"):
-        advice.check(workload(), 2 * GIB, "the GPU")
+        advice.check_fits(workload(), 2 * GIB, "the GPU")
 
 
 def test_the_refusal_can_be_turned_off():
-    advice.check(workload(train__check_memory=False), H100.gpu.memory, "the GPU")
+    advice.check_fits(workload(train__check_memory=False), H100.gpu.memory, "the GPU")
 
 
 def test_training_is_refused_on_a_machine_that_is_too_small(monkeypatch, tmp_path, capsys):

@@ -180,7 +180,7 @@ def test_a_smaller_share_is_the_remedy_for_sampling():
     """7B with adapters and 0.9 of an H100: parameters, reference by its adapters, and Adam leave less than that."""
     work = of_7b(adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096, vllm__gpu_memory=0.9, **COLOCATED)
     with pytest.raises(ValueError, match=r"in the phase (sampling|evaluation) \(most of it for vLLM, 71.2 GiB\)") as e:
-        advice.check(work, H100.gpu.memory, "the GPU")
+        advice.check_fits(work, H100.gpu.memory, "the GPU")
     (share,) = settings_of(str(e.value)).items()
     trained = 39_976_960
     others = CONTEXT + ROUNDING * (2 * N_7B + (4 + 8) * trained)  # and the gathered parameter, some 100 MiB
@@ -226,15 +226,15 @@ def test_sleeping_is_the_remedy_for_the_update():
 def test_a_share_that_cannot_hold_the_model_is_refused():
     needed = 2 * N_7B + (512 + 512) * 2 * 32 * 128 * 32 * 2  # weights, and the cache of one completion
     enough, little = (needed / H100.gpu.memory + difference for difference in (1e-6, -1e-6))
-    advice.check(of_7b(vllm__gpu_memory=enough, adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096,
+    advice.check_fits(of_7b(vllm__gpu_memory=enough, adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096,
                        **COLOCATED), H100.gpu.memory, "the GPU")  # fmt: skip
     work = of_7b(vllm__gpu_memory=little, adapter=LoraConfig(rank=16), **COLOCATED)
     with pytest.raises(ValueError, match=r"vLLM needs at least 13.1 GiB .* raise it, or vllm.tensor_parallel, or set"):
-        advice.check(work, H100.gpu.memory, "the GPU")
-    advice.check(advice.with_settings(work, {"train.check_memory": False}), H100.gpu.memory, "the GPU")
+        advice.check_fits(work, H100.gpu.memory, "the GPU")
+    advice.check_fits(advice.with_settings(work, {"train.check_memory": False}), H100.gpu.memory, "the GPU")
     halves = of_7b(vllm__gpu_memory=0.6 * little, vllm__tensor_parallel=2, world=2, adapter=LoraConfig(rank=16),
                    train__micro_batch_tokens=4096, rollout__prompts=16, **COLOCATED)  # fmt: skip
-    advice.check(halves, H100.gpu.memory, "the GPU")
+    advice.check_fits(halves, H100.gpu.memory, "the GPU")
 
 
 def test_a_share_without_room_for_the_model_is_no_remedy():

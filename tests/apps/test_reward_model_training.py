@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from nlgrpo import cli
 from nlgrpo.apps.reward_model import reward_model as reward_model_command
 from nlgrpo.apps.reward_model import training
-from nlgrpo.apps.reward_model.config import RewardModelConfig, check, from_arguments
+from nlgrpo.apps.reward_model.config import RewardModelConfig, check_reward_model_config, from_arguments
 from nlgrpo.model import reward_model
-from nlgrpo.rewards.specs import load as load_reward
+from nlgrpo.rewards.specs import load_reward as load_reward
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.training.tracking.run_files import read_jsonl
@@ -88,7 +88,7 @@ def curve(work: Path, ranks: Ranks, name: str, model: str = "llama"):
         changes.pop("parallel__replicate", None)
     more = ["--model.activation-checkpointing"] if changes.pop("model__activation_checkpointing", False) else []
     cfg = from_arguments(arguments(work, "none", *more, model=model, **LOSS, **changes)[1:])
-    run = training.build(cfg, ranks)
+    run = training.build_reward_model_trainer(cfg, ranks)
     found = [run.scores(run.held_out)]
     stats = []
     with counted_sums() as counts:
@@ -139,7 +139,7 @@ def test_micro_batches_change_nothing(work, name):
 def test_the_curve_is_that_of_plain_pytorch(work, tmp_path):
     """The same steps with transformers, autograd and torch.optim, on padded batches (GPT-2: it computes in float64)."""
     cfg = from_arguments(arguments(work, "none", model="gpt2", **LOSS)[1:])
-    run = training.build(cfg, Ranks(0, 1, CPU))
+    run = training.build_reward_model_trainer(cfg, Ranks(0, 1, CPU))
     reward_model.save(run.model, tmp_path, tokenizer=run.tokenizer, pad=run.pad, max_length=64)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01, eps=1e-3, weight_decay=0.0)
@@ -218,14 +218,14 @@ def test_a_run_resumes_bit_for_bit(work):
 
 def test_starts_from_models_of_runs_and_checkpoints(work, capsys):
     assert reward_model_command.main(arguments(work, "first", train__epochs=1, train__checkpoint_every=2)) == 0
-    exported, trained = reward_model.load(str(work / "first"), dtype=torch.float64)
+    exported, trained = reward_model.load_reward_model(str(work / "first"), dtype=torch.float64)
     assert trained
     (last, middle) = sorted((work / "first" / "checkpoints").glob("step-*"), reverse=True)
-    from_last, trained = reward_model.load(str(last), seed=5, dtype=torch.float64)
+    from_last, trained = reward_model.load_reward_model(str(last), seed=5, dtype=torch.float64)
     assert trained
     for name, value in exported.named_parameters():
         assert torch.equal(value, dict(from_last.named_parameters())[name]), name
-    from_middle, _ = reward_model.load(str(middle), dtype=torch.float64)
+    from_middle, _ = reward_model.load_reward_model(str(middle), dtype=torch.float64)
     assert not torch.equal(from_middle.embed.weight, exported.embed.weight)
 
     assert reward_model_command.main([*arguments(work, "dry"), "--dry-run", "--model.path", str(last)]) == 0
@@ -233,10 +233,10 @@ def test_starts_from_models_of_runs_and_checkpoints(work, capsys):
     assert not (work / "dry").exists()
     (last / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"damaged: .*state\.json"):
-        reward_model.load(str(last))
+        reward_model.load_reward_model(str(last))
     (work / "first" / "model" / "config.json").unlink()
     with pytest.raises(ValueError, match="has not exported its model yet"):
-        reward_model.load(str(work / "first"))
+        reward_model.load_reward_model(str(work / "first"))
 
 
 def test_from_a_checkpoint_of_the_main_job(work):
@@ -257,9 +257,9 @@ def test_from_a_checkpoint_of_the_main_job(work):
         "evaluation.prompts": 0,
     }
     assert train.main(["blank", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
-    begun, _ = reward_model.load(str(work / "llama"))
-    ours, trained = reward_model.load(str(work / "rl" / "checkpoints" / "step-00000001"))
-    exported, _ = reward_model.load(str(work / "rl"))
+    begun, _ = reward_model.load_reward_model(str(work / "llama"))
+    ours, trained = reward_model.load_reward_model(str(work / "rl" / "checkpoints" / "step-00000001"))
+    exported, _ = reward_model.load_reward_model(str(work / "rl"))
     assert not trained
     assert not torch.equal(ours.blocks[0].qkv.weight, begun.blocks[0].qkv.weight)
     for (name, value), (_, truth) in zip(ours.named_parameters(), exported.named_parameters(), strict=True):
@@ -327,18 +327,18 @@ def test_a_file_and_the_command_line(tmp_path, work):
 def test_values_out_of_range(key, value, allowed):
     cfg = RewardModelConfig()
     cfg.data.source = "pairs.jsonl"
-    check(cfg)
+    check_reward_model_config(cfg)
     section, name = key.split(".")
     setattr(getattr(cfg, section), name, value)
     with pytest.raises(ValueError, match=rf"{key} = .*: allowed is {allowed}"):
-        check(cfg)
+        check_reward_model_config(cfg)
 
 
 def test_columns_need_three_names():
     cfg = RewardModelConfig()
     cfg.data.source, cfg.data.rejected_column = "pairs.jsonl", "chosen"
     with pytest.raises(ValueError, match="the three columns need different names"):
-        check(cfg)
+        check_reward_model_config(cfg)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_the_seed_sets_the_head_and_the_order(work):
     heads = []
     for seed in (0, 0, 1):
         cfg = from_arguments(arguments(work, "none", train__seed=seed)[1:])
-        run = training.build(cfg, Ranks(0, 1, CPU))
+        run = training.build_reward_model_trainer(cfg, Ranks(0, 1, CPU))
         heads.append((run.model.head.weight.detach().clone(), run.rows(0) + run.rows(1)))
     assert torch.equal(heads[0][0], heads[1][0])
     assert heads[0][1] == heads[1][1] != heads[2][1]

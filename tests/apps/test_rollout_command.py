@@ -23,7 +23,7 @@ from nlgrpo.engine import generation, transformers_backend
 from nlgrpo.engine.rollouts import collect, store
 from nlgrpo.engine.rollouts.collect import Provenance, scorers
 from nlgrpo.engine.rollouts.inputs import load_rewards, sampling_of
-from nlgrpo.engine.rollouts.reference_rollouts import load
+from nlgrpo.engine.rollouts.reference_rollouts import load_rollouts
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, hf_weights
@@ -136,7 +136,7 @@ def said(text):
 @pytest.fixture(scope="module")
 def rollouts(work):
     assert cli.main(arguments(work, "first")) == 0
-    return load(work / "first")
+    return load_rollouts(work / "first")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_a_kernel_gives_one_number_per_completion(work, by_hand):
     """Minus Rao's diversity per sample: the mean similarity with the other samples of its group."""
     kernel = {"rewards__alike__function": f"{work / 'rewards.py'}:alike", "rewards__alike__objective": "rao"}
     assert cli.main(arguments(work, "kernel", **kernel)) == 0
-    found = load(work / "kernel").rewards["alike"]
+    found = load_rollouts(work / "kernel").rewards["alike"]
     for p, group in enumerate(by_hand[3]):
         for k, ids in enumerate(group):
             others = [float(len(ids) == len(x)) for j, x in enumerate(group) if j != k]
@@ -219,7 +219,7 @@ def test_ecdf(rollouts):
 
 def test_an_abstaining_reward_has_no_cdf(work, capsys):
     assert cli.main(arguments(work, "shy", rewards__shy__function=f"{work / 'rewards.py'}:shy")) == 0
-    found = load(work / "shy")
+    found = load_rollouts(work / "shy")
     absent = found.rewards["shy"].isnan()
     assert torch.equal(absent, found.lengths > 6)
     with pytest.raises(
@@ -269,14 +269,14 @@ def test_killed_and_stopped_work_resumes(work, rollouts):
 
 def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts, monkeypatch, capsys):
     assert cli.main(arguments(work, "grow", prompts=4)) == 0
-    assert load(work / "grow").lengths.tolist() == rollouts.lengths[:4].tolist()
+    assert load_rollouts(work / "grow").lengths.tolist() == rollouts.lengths[:4].tolist()
     capsys.readouterr()
     assert cli.main(arguments(work, "grow")) == 0
     assert "2 of 4 files are already done" in capsys.readouterr().out
-    monkeypatch.setattr(transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(transformers_backend, "load_frozen", lambda *a, **k: pytest.fail("a model was loaded"))
     assert cli.main(arguments(work, "grow", rewards__one__function=f"{work / 'rewards.py'}:one")) == 0
     assert "tokens/s" not in capsys.readouterr().out
-    found = load(work / "grow")
+    found = load_rollouts(work / "grow")
     assert set(found.rewards) == {"short", "near", "one"}
     assert torch.equal(found.rewards["short"], rollouts.rewards["short"])
 
@@ -284,7 +284,7 @@ def test_other_rewards_and_more_prompts_draw_only_what_is_missing(work, rollouts
 def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, capsys):
     """For example corrected answers; prompts and completions are unchanged."""
     shutil.copytree(work / "first", work / "corrected")
-    monkeypatch.setattr(transformers_backend, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(transformers_backend, "load_frozen", lambda *a, **k: pytest.fail("a model was loaded"))
     with monkeypatch.context() as patched:
         patched.setattr(collect.RolloutCollector, "score", lambda *a: pytest.fail("it is scored again"))
         assert cli.main(arguments(work, "corrected")) == 0
@@ -292,14 +292,14 @@ def test_other_columns_are_scored_again(work, rollouts, by_hand, monkeypatch, ca
     corrected = [*rows[:-1], rows[-1] | {"target": 5}]
     (work / "corrected.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corrected))
     assert cli.main(arguments(work, "corrected", data__source=work / "corrected.jsonl")) == 0
-    near = load(work / "corrected").rewards["near"]
+    near = load_rollouts(work / "corrected").rewards["near"]
     words = [len(text.split()) for text in tokenizer.batch_decode(drawn[-1], skip_special_tokens=True)]
     assert near[-1].tolist() == [float(abs(n - 5)) for n in words] != rollouts.rewards["near"][-1].tolist()
     assert torch.equal(near[:-1], rollouts.rewards["near"][:-1])
     with monkeypatch.context() as patched:  # both are kept, and neither is taken for the other
         patched.setattr(collect.RolloutCollector, "score", lambda *a: pytest.fail("it is scored again"))
         assert cli.main(arguments(work, "corrected")) == 0
-    assert torch.equal(load(work / "corrected").rewards["near"], rollouts.rewards["near"])
+    assert torch.equal(load_rollouts(work / "corrected").rewards["near"], rollouts.rewards["near"])
 
 
 def test_rescoring_that_stops_midway_is_incomplete(work, monkeypatch, capsys):
@@ -319,7 +319,7 @@ def test_rescoring_that_stops_midway_is_incomplete(work, monkeypatch, capsys):
         patched.setattr(collect.RolloutCollector, "score", score)
         assert cli.main(arguments(work, "halves", data__source=work / "renamed.jsonl")) == 2
     with pytest.raises(ValueError, match="the rollouts of 3 of 7 prompts are missing, damaged or not scored"):
-        load(work / "halves")
+        load_rollouts(work / "halves")
 
 
 def test_rollouts_of_versions_before_columns_counted(work, rollouts):
@@ -330,7 +330,7 @@ def test_rollouts_of_versions_before_columns_counted(work, rollouts):
     (work / "before" / "rollouts.json").write_text(json.dumps(data))
     for path in (work / "before").rglob("*.score-*"):
         path.rename(path.with_name(path.name.rpartition("-")[0] + ".safetensors"))
-    assert torch.equal(load(work / "before").rewards["near"], rollouts.rewards["near"])
+    assert torch.equal(load_rollouts(work / "before").rewards["near"], rollouts.rewards["near"])
 
 
 @pytest.mark.parametrize(
@@ -445,11 +445,11 @@ def test_rollouts_cut_short(work, rollouts, capsys):
     with pytest.raises(
         ValueError, match="the rollouts of 5 of 7 prompts are missing, damaged or not scored; run the same"
     ):
-        load(folder)
+        load_rollouts(folder)
     assert cli.main(arguments(work, "short")) == 0
     assert "1 of 4 files are already done" in capsys.readouterr().out
     assert contents(folder) == contents(work / "first")
-    found = load(folder)
+    found = load_rollouts(folder)
     completions[2].unlink()
     with pytest.raises(ValueError, match="completions of prompt 4 are missing or damaged"):
         found.ids(4)
@@ -484,14 +484,14 @@ def test_a_damaged_index_is_reported_and_written_again(work, rollouts, tmp_path,
     shutil.copytree(work / "first", tmp_path / "x")
     (tmp_path / "x" / "rollouts.json").write_text(content)
     with pytest.raises(ValueError, match=r"rollouts\.json cannot be read"):
-        load(tmp_path / "x")
+        load_rollouts(tmp_path / "x")
     assert cli.main(arguments(work, tmp_path / "x")) == 0
     assert contents(tmp_path / "x") == contents(work / "first")
 
 
 def test_a_folder_without_rollouts(tmp_path):
     with pytest.raises(ValueError, match=r"rollouts\.json is missing; expected the --out folder of `nlgrpo rollout`"):
-        load(tmp_path)
+        load_rollouts(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -527,12 +527,14 @@ def test_a_reward_that_fails_midway(work, capsys):
     assert "are saved; run the same command again" in shown
     before = contents(work / "fickle")
     with pytest.raises(ValueError, match="the rollouts of 5 of 7 prompts are missing"):
-        load(work / "fickle")
+        load_rollouts(work / "fickle")
     (work / "mode").write_text("")
     assert cli.main(options) == 0
     after = contents(work / "fickle")
     assert all(after[name] == content for name, content in before.items())
-    assert torch.equal(load(work / "fickle").rewards["fickle"], load(work / "fickle").lengths.double())
+    assert torch.equal(
+        load_rollouts(work / "fickle").rewards["fickle"], load_rollouts(work / "fickle").lengths.double()
+    )
 
 
 @pytest.mark.slow
@@ -638,7 +640,7 @@ def test_ks_tests_equal_scipys_and_figures_are_drawn(work, capsys, monkeypatch):
     assert cli.main([*arguments(work, "first"), "--ks", "3", str(K), "--ks-nested"]) == 0
     shown = capsys.readouterr().out
     assert "short: two-sample Kolmogorov-Smirnov tests at 5%, nested samples" in said(shown)
-    kept = load(work / "first")
+    kept = load_rollouts(work / "first")
     few = kolmogorov_smirnov.ks_table(kept.rewards["short"], [3, K], nested=True)[0]
     chosen = kolmogorov_smirnov._shuffled(kept.rewards["short"], 0)
     truth = [ks_2samp(row[:3], row, method="exact").pvalue <= 0.05 for row in chosen.numpy()]

@@ -52,7 +52,7 @@ def only(entries, model, quantity, procedure):
 
 
 def test_best_of_n_is_the_mean_over_all_subsets(tmp_path):
-    found = run_loader.read([make_run(tmp_path / "run")])
+    found = run_loader.read_runs([make_run(tmp_path / "run")])
     for label, seed in (("reference", 0), ("run", 1)):
         for name, rewards in sampled(seed).rewards.items():
             subsets = [max(s) for row in rewards.tolist() for s in itertools.combinations(row, 4)]
@@ -74,7 +74,7 @@ def test_best_of_n_is_the_mean_over_all_subsets(tmp_path):
 
 
 def test_kl_of_a_run_is_per_completion_at_the_end(tmp_path):
-    found = run_loader.read([make_run(tmp_path / "run", kl=0.25)])
+    found = run_loader.read_runs([make_run(tmp_path / "run", kl=0.25)])
     entry = only(found.entries, "run", run_loader.TRAINING_KL, "")
     assert entry.estimate.value == pytest.approx(0.25 * 8 * 0.9)  # 9 of the last 10 steps
     assert math.isnan(entry.estimate.low)
@@ -83,7 +83,7 @@ def test_kl_of_a_run_is_per_completion_at_the_end(tmp_path):
 
 def test_runs_from_the_same_model_share_a_reference(tmp_path):
     folders = [make_run(tmp_path / name, before=b, after=a) for name, b, a in (("x", 0, 1), ("y", 0, 2), ("z", 3, 4))]
-    found = run_loader.read(folders)
+    found = run_loader.read_runs(folders)
     assert list(found.references) == ["reference", "reference of z"]
     assert [m.reference for m in found.models] == ["reference", "reference", "reference of z"]
     assert len([e for e in found.reference_entries if e.model == "reference" and e.quantity == "a"]) == 3
@@ -91,13 +91,13 @@ def test_runs_from_the_same_model_share_a_reference(tmp_path):
 
 def test_runs_with_the_same_name_are_labelled_by_folder(tmp_path):
     folders = [make_run(tmp_path / "a" / "x"), make_run(tmp_path / "b" / "x")]
-    found = run_loader.read(folders)
+    found = run_loader.read_runs(folders)
     assert [m.label for m in found.models] == ["x", "b/x"]
-    assert len({m.label for m in run_loader.read([*folders, folders[0]]).models}) == 3
+    assert len({m.label for m in run_loader.read_runs([*folders, folders[0]]).models}) == 3
 
 
 def test_rows_of_an_evaluation_are_unchanged(tmp_path):
-    found = run_loader.read([make_evaluation(tmp_path / "ev")])
+    found = run_loader.read_runs([make_evaluation(tmp_path / "ev")])
     rows = evaluation_results.entries(
         {name: sampled(seed) for seed, name in enumerate(("reference", "one", "two"), start=10)},
         ["mean", "bon:2", "wor:2"],
@@ -121,7 +121,7 @@ def test_rows_of_an_evaluation_are_unchanged(tmp_path):
     ],
 )
 def test_evaluation_with_missing_files(tmp_path, options, message, entries):
-    found = run_loader.read([make_evaluation(tmp_path / "ev", **options)])
+    found = run_loader.read_runs([make_evaluation(tmp_path / "ev", **options)])
     assert any(message in note for note in found.notes)
     assert bool(found.entries) == entries
     if entries:
@@ -129,7 +129,7 @@ def test_evaluation_with_missing_files(tmp_path, options, message, entries):
 
 
 def test_a_run_and_an_evaluated_model_of_the_same_name_have_different_labels(tmp_path):
-    found = run_loader.read([make_run(tmp_path / "one"), make_evaluation(tmp_path / "ev")])
+    found = run_loader.read_runs([make_run(tmp_path / "one"), make_evaluation(tmp_path / "ev")])
     assert [(m.label, m.name) for m in found.models] == [("one", "one"), ("one · ev", "one"), ("two", "two")]
     assert {e.model for e in found.reference_entries} == {"reference", "reference of ev"}
     assert all(e.model == "one · ev" for e in found.models[1].entries)
@@ -137,7 +137,7 @@ def test_a_run_and_an_evaluated_model_of_the_same_name_have_different_labels(tmp
 
 def test_weighted_sums_need_equal_weights(tmp_path):
     runs = [make_run(tmp_path / "x"), make_run(tmp_path / "y", weights=(0.1, 0.9))]
-    assert not [e for e in run_loader.read(runs).entries if e.quantity == "weighted sum"]
+    assert not [e for e in run_loader.read_runs(runs).entries if e.quantity == "weighted sum"]
 
 
 def test_all_points_of_a_sweep_are_loaded(tmp_path):
@@ -146,32 +146,32 @@ def test_all_points_of_a_sweep_are_loaded(tmp_path):
     points = [sweep_state.Point({"loss.beta": 0.1}, tmp_path / name, state) for name, state in states.items()]
     points[1].error = "error: out of memory"
     sweep_state.SweepState(tmp_path, {"recipe": "x"}, points).write()
-    found = run_loader.read([tmp_path])
+    found = run_loader.read_runs([tmp_path])
     assert {m.label: m.state for m in found.models} == states
     assert "failed failed: error: out of memory" in found.notes
     assert only(found.entries, "done", "a", "bon:2")
     (tmp_path / "sweep.json").write_text("{")
-    assert "sweep.json cannot be read" in run_loader.read([tmp_path]).notes[0]
+    assert "sweep.json cannot be read" in run_loader.read_runs([tmp_path]).notes[0]
 
 
 def test_samples_that_cannot_be_compared_are_noted(tmp_path):
     run = make_run(tmp_path / "run")
     write_evaluation(run, before=sampled(prompts=3), after=sampled(prompts=4))
-    found = run_loader.read([run])
+    found = run_loader.read_runs([run])
     assert any("before and after training; they are not compared" in note for note in found.notes)
     assert {e.model for e in found.entries if e.quantity == "a"} == {"run"}
     write_evaluation(run, before=sampled(names=("a", "c")), after=sampled())
-    assert any("before and after training; they are not compared" in note for note in run_loader.read([run]).notes)
+    assert any("before and after training; they are not compared" in note for note in run_loader.read_runs([run]).notes)
     ev = make_evaluation(tmp_path / "ev", results=False)
     write_evaluation(ev, reference=sampled(prompts=3), one=sampled())
-    assert run_loader.read([ev]).models[0].state == "evaluated"
+    assert run_loader.read_runs([ev]).models[0].state == "evaluated"
 
 
 def test_objectives_that_would_run_code_are_not_evaluated(tmp_path):
     run = make_run(tmp_path / "run", objective="distortion:evil.py:f")
-    found = run_loader.read([run])
+    found = run_loader.read_runs([run])
     assert {e.procedure for e in found.entries if e.quantity == "a"} == {"mean", "bon:2", "bon:4"}
-    worst = run_loader.read([make_run(tmp_path / "worst", objective="wor:2")])
+    worst = run_loader.read_runs([make_run(tmp_path / "worst", objective="wor:2")])
     assert only(worst.entries, "worst", "a", "wor:4").win_rate is not None
 
 

@@ -84,7 +84,7 @@ def work(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "policy")
-    value, _ = reward_model.load(str(root / "policy"), seed=1)
+    value, _ = reward_model.load_reward_model(str(root / "policy"), seed=1)
     reward_model.save(value, root / "value", tokenizer=tokenizer, pad=0, max_length=64)
     (root / "rewards.py").write_text(REWARDS)
     return root

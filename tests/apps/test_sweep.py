@@ -21,7 +21,7 @@ from helpers import environment, tiny_model
 
 from nlgrpo import cli
 from nlgrpo.apps.sweep import grid, launchers, runner, sweep
-from nlgrpo.apps.sweep.state import FILE, Point, read_sweep_state
+from nlgrpo.apps.sweep.state import SWEEP_FILE, Point, read_sweep_state
 from nlgrpo.config.recipes import from_arguments
 
 REWARDS = '''
@@ -130,7 +130,7 @@ def test_values_that_cannot_be_parted(text, said):
 
 def points(*arguments):
     """The points of a command as (overrides, configuration)."""
-    command = grid.read(arguments)
+    command = grid.read_grid(arguments)
     return [(s.overrides, s.config) for s in grid.settings(command.start, command.rows(), command.axes())]
 
 
@@ -178,7 +178,7 @@ def test_lists_switches_functions_and_nothing():
 def test_what_goes_to_train_makes_the_same_configuration(tmp_path):
     (tmp_path / "my.toml").write_text('recipe = "length-mean"\n[loss]\nbeta = 0.5\n')
     arguments = [str(tmp_path / "my.toml"), "--optim.lr", "1e-3,1e-4", "--data.no-shuffle", "--objective", "bon:2"]
-    command = grid.read(arguments)
+    command = grid.read_grid(arguments)
     for setting in grid.settings(command.start, command.rows(), command.axes()):
         config, dry = from_arguments(setting.arguments)
         assert config == setting.config
@@ -337,14 +337,14 @@ def test_a_full_disk_ends_the_sweep_and_the_same_command_goes_on(fake, tmp_path,
 
 def test_a_manifest_that_has_no_room(fake, tmp_path, monkeypatch):
     fake("--loss.beta", "1,2", b1="fail")
-    before = (tmp_path / "out" / FILE).read_bytes()
+    before = (tmp_path / "out" / SWEEP_FILE).read_bytes()
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(full))
         status, ran, out = fake("--loss.beta", "1,2,3", "--retry")
     assert (status, ran) == (2, [])
     assert f"error: cannot write into {tmp_path / 'out'}: No space left on device." in out
-    assert (tmp_path / "out" / FILE).read_bytes() == before
+    assert (tmp_path / "out" / SWEEP_FILE).read_bytes() == before
     assert fake("--loss.beta", "1,2,3", "--retry")[:2] == (0, ["beta=1", "beta=3"])
 
 
@@ -367,12 +367,12 @@ def test_points_are_added_and_kept(fake, tmp_path):
 def test_a_sweep_of_an_older_version_goes_on(fake, tmp_path):
     """Its manifest lacks keys that did not exist: they have their defaults, and nothing else does."""
     assert fake("--loss.beta", "1,2")[0] == 0
-    manifest = json.loads((tmp_path / "out" / FILE).read_text())
+    manifest = json.loads((tmp_path / "out" / SWEEP_FILE).read_text())
     for section, key in (("loss", "jeffreys"), ("loss", "epochs"), ("calibration", "by")):
         del manifest["base"][section][key]
-    (tmp_path / "out" / FILE).write_text(json.dumps(manifest))
+    (tmp_path / "out" / SWEEP_FILE).write_text(json.dumps(manifest))
     assert fake("--loss.beta", "3")[:2] == (0, ["beta=3"])
-    (tmp_path / "out" / FILE).write_text(json.dumps(manifest))
+    (tmp_path / "out" / SWEEP_FILE).write_text(json.dumps(manifest))
     status, ran, out = fake("--loss.beta", "4", "--loss.epochs", "2")
     assert (status, ran) == (2, [])
     assert "loss.epochs: 1 -> 2" in out
@@ -381,9 +381,9 @@ def test_a_sweep_of_an_older_version_goes_on(fake, tmp_path):
 def test_a_run_that_ended_before_its_report_is_not_done(fake, tmp_path):
     assert fake("--loss.beta", "1,2", b1="unreported")[:2] == (1, ["beta=1", "beta=2"])
     assert states(tmp_path / "out") == {"beta=1": "failed", "beta=2": "done"}
-    data = json.loads((tmp_path / "out" / FILE).read_text())
+    data = json.loads((tmp_path / "out" / SWEEP_FILE).read_text())
     data["points"][0]["state"] = "running"  # the sweep was killed with its run
-    (tmp_path / "out" / FILE).write_text(json.dumps(data))
+    (tmp_path / "out" / SWEEP_FILE).write_text(json.dumps(data))
     assert fake("--loss.beta", "1,2")[:2] == (0, ["beta=1"])
     assert states(tmp_path / "out") == {"beta=1": "done", "beta=2": "done"}
 
@@ -401,9 +401,9 @@ def test_folders_are_believed_before_the_manifest(fake, tmp_path):
     (out / "beta=2").rename(out / "away")
     for name in ("evaluation.json", "report.html"):
         (out / "away" / name).rename(out / "beta=4" / name)
-    data = json.loads((out / FILE).read_text())
+    data = json.loads((out / SWEEP_FILE).read_text())
     data["points"][2]["state"] = "running"
-    (out / FILE).write_text(json.dumps(data))
+    (out / SWEEP_FILE).write_text(json.dumps(data))
     status, ran, shown = fake(*axis, "--dry-run")
     assert re.findall(r"(done|stopped|waiting) *\n", shown) == ["stopped", "waiting", "done", "done"]
     status, ran, _ = fake(*axis)
@@ -640,7 +640,7 @@ def test_points_have_the_same_options():
 
 
 def test_the_arguments_of_a_point_have_each_option_once():
-    command = grid.read(["length-bon", "--objective", "mean,bon:2", "--rewards.long.objective", "wor:2"])
+    command = grid.read_grid(["length-bon", "--objective", "mean,bon:2", "--rewards.long.objective", "wor:2"])
     for setting in grid.settings(command.start, command.rows(), command.axes()):
         options = [argument.partition("=")[0] for argument in setting.arguments if argument.startswith("--")]
         assert len(options) == len(set(options)) == 2
@@ -659,7 +659,7 @@ def test_all_faults_of_all_points_in_one_message(call, tmp_path):
 
 def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
     assert fake("--loss.beta", "1,2", "--train.steps", "5")[0] == 0
-    before = (tmp_path / "out" / FILE).read_bytes()
+    before = (tmp_path / "out" / SWEEP_FILE).read_bytes()
     for arguments, said in (
         (("--loss.beta", "1,3"), "  train.steps: 5 -> 400\n  Choose another folder with --out"),
         (
@@ -671,7 +671,7 @@ def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
         status, ran, out = fake(*arguments)
         assert (status, ran) == (2, [])
         assert said in out
-    assert (tmp_path / "out" / FILE).read_bytes() == before
+    assert (tmp_path / "out" / SWEEP_FILE).read_bytes() == before
 
 
 def test_a_sweep_that_was_killed_before_its_manifest_starts(fake, tmp_path):
@@ -698,7 +698,7 @@ GOOD = {"overrides": {"loss.beta": 1.0}, "folder": "beta=1", "state": "done", "s
 
 def test_read_manifest(tmp_path):
     def write(points, base=None):
-        (tmp_path / FILE).write_text(json.dumps({"base": base or {}, "points": points}))
+        (tmp_path / SWEEP_FILE).write_text(json.dumps({"base": base or {}, "points": points}))
 
     with pytest.raises(ValueError, match=r"sweep\.json is missing"):
         read_sweep_state(tmp_path)
@@ -729,7 +729,7 @@ def test_read_manifest(tmp_path):
         '{"points": [3], "base": {}}',
         "\xff",
     ):
-        (tmp_path / FILE).write_bytes(text.encode("latin-1"))
+        (tmp_path / SWEEP_FILE).write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match="cannot be read"):
             read_sweep_state(tmp_path)
 

@@ -18,7 +18,7 @@ from test_sweep import EVALUATION, FAKE
 from nlgrpo import cli
 from nlgrpo.apps.sweep import launchers, sweep
 from nlgrpo.apps.sweep.launchers import SlurmOptions
-from nlgrpo.apps.sweep.state import FILE, read_sweep_state
+from nlgrpo.apps.sweep.state import SWEEP_FILE, read_sweep_state
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (the extra nlgrpo[slurm])")
@@ -122,7 +122,7 @@ def test_a_signal_cancels_jobs_in_the_queue(fake, tmp_path, cluster):
     (cluster / "hold").write_text("")
 
     def queued():
-        path = tmp_path / "out" / FILE
+        path = tmp_path / "out" / SWEEP_FILE
         return path.exists() and path.read_text().count('"queued"') == 2
 
     thread = when(queued, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -183,7 +183,7 @@ def test_a_killed_sweep_attaches_to_its_jobs(fake, tmp_path, cluster):
         "cli.main(['sweep', 'length-bon', *given])"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=environment()) as sweeping:
-        path = tmp_path / "out" / FILE
+        path = tmp_path / "out" / SWEEP_FILE
         wait_until(lambda: path.exists() and path.read_text().count('"queued"') == 2)
         sweeping.kill()
     assert {point.state for point in found(tmp_path).values()} == {"queued"}
@@ -198,9 +198,9 @@ def test_a_killed_sweep_attaches_to_its_jobs(fake, tmp_path, cluster):
 
 def test_the_states_of_jobs_are_in_the_table(fake, tmp_path, cluster):
     assert fake("slurm", "--loss.beta", "1,2", b1="fail")[0] == 1
-    data = json.loads((tmp_path / "out" / FILE).read_text())
+    data = json.loads((tmp_path / "out" / SWEEP_FILE).read_text())
     data["points"][1] |= {"state": "running", "job": "987", "folder": "other"}
-    (tmp_path / "out" / FILE).write_text(json.dumps(data))
+    (tmp_path / "out" / SWEEP_FILE).write_text(json.dumps(data))
     _, _, out = fake("slurm", "--loss.beta", "1,2", "--dry-run")
     assert re.search(r"failed \(job 10[12]\)", out)
     assert "running (job 987)" in out

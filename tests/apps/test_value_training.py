@@ -12,9 +12,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from nlgrpo import cli
 from nlgrpo.apps.guided import value_dataset
 from nlgrpo.apps.guided import value_training as training
-from nlgrpo.apps.guided.value_config import ValueConfig, check, from_arguments
+from nlgrpo.apps.guided.value_config import ValueConfig, check_value_config, from_arguments
 from nlgrpo.engine import chunked_decoding
-from nlgrpo.engine.rollouts.reference_rollouts import load
+from nlgrpo.engine.rollouts.reference_rollouts import load_rollouts
 from nlgrpo.losses.gae import lambda_returns
 from nlgrpo.model import reward_model
 from nlgrpo.model.value_model import kind_of
@@ -141,7 +141,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
-    run = training.build(config(work, **SETTINGS[name]), ALONE)
+    run = training.build_value_trainer(config(work, **SETTINGS[name]), ALONE)
     loss = run.config.loss
     theirs = as_classifier(run, tmp_path / "begun")
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01, eps=1e-3, weight_decay=0.0)
@@ -171,7 +171,7 @@ def test_steps_are_those_of_plain_pytorch(work, tmp_path, name):
 def test_the_head_alone_is_trained(work, tmp_path):
     """SPI, Remark 3.2: AdamW on the head of transformers' classifier; all other weights are those of the policy."""
     settings = {"train__head_only": "True", "optim__weight_decay": 0.1}
-    run = training.build(config(work, **settings), ALONE)
+    run = training.build_value_trainer(config(work, **settings), ALONE)
     theirs = as_classifier(run, tmp_path / "begun")
     optimizer = torch.optim.AdamW(theirs.score.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
     rows = run.rows(0)
@@ -188,8 +188,8 @@ def test_the_head_alone_is_trained(work, tmp_path):
     assert changed == {"head.weight"}
     torch.testing.assert_close(run.model.head.weight, theirs.score.weight, rtol=1e-7, atol=1e-8)
     assert cli.main(arguments(work, "head", **settings)) == 0
-    text, _ = reward_model.load(str(work / "head"), dtype=torch.float64)
-    policy, _ = reward_model.load(str(work / "policy"), dtype=torch.float64)
+    text, _ = reward_model.load_reward_model(str(work / "head"), dtype=torch.float64)
+    policy, _ = reward_model.load_reward_model(str(work / "policy"), dtype=torch.float64)
     for (name, ours), (_, start) in zip(text.named_parameters(), policy.named_parameters(), strict=True):
         assert torch.equal(ours, start) == (name != "head.weight"), name
 
@@ -197,7 +197,7 @@ def test_the_head_alone_is_trained(work, tmp_path):
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_held_out_completions_are_evaluated_by_their_discounted_rewards(work, gamma):
     """The targets do not depend on the values, for any lambda."""
-    run = training.build(config(work, loss__lam=0.6, loss__gamma=gamma), ALONE)
+    run = training.build_value_trainer(config(work, loss__lam=0.6, loss__gamma=gamma), ALONE)
     run.update(run.rows(0))
     results, held, residuals = run.evaluate(), run.held_out, []
     for prompt, completion, reward in zip(held.prompts, held.completions, held.rewards.tolist(), strict=True):
@@ -212,7 +212,7 @@ def test_held_out_completions_are_evaluated_by_their_discounted_rewards(work, ga
 
 def test_micro_batches_change_nothing(work):
     def curve(tokens):
-        run = training.build(config(work, train__micro_batch_tokens=tokens, loss__lam=0.5), ALONE)
+        run = training.build_value_trainer(config(work, train__micro_batch_tokens=tokens, loss__lam=0.5), ALONE)
         found = [run.update(run.rows(step)) for step in range(3)]
         return found, run.evaluate()
 
@@ -225,8 +225,10 @@ def test_micro_batches_change_nothing(work):
 def of_a_rank(work, ranks, mode, replicate=1):
     how = {"compress__values": (work / "other", work / "policy")} if mode == "compress" else {"loss__lam": 0.5}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(training.reward_model, "load", with_a_head(training.reward_model.load))
-        run = training.build(
+        patched.setattr(
+            training.reward_model, "load_reward_model", with_a_head(training.reward_model.load_reward_model)
+        )
+        run = training.build_value_trainer(
             config(work, mode=mode, train__micro_batch_tokens=30, parallel__replicate=replicate, **how), ranks
         )
     with counted_sums() as counts:
@@ -278,13 +280,15 @@ def spread(rollouts, known):
 
 def test_a_value_converges_to_the_expected_reward(work):
     """The first token determines the reward: before it V is the mean of the prompt, after it the reward."""
-    run = training.build(config(work, evaluation__prompts=0, train__epochs=150, train__completions=60), ALONE)
+    run = training.build_value_trainer(
+        config(work, evaluation__prompts=0, train__epochs=150, train__completions=60), ALONE
+    )
     for step in range(run.steps):
         run.update(run.rows(step))
         run.progress.step += 1
     run.held_out = run.outcomes
     results = run.evaluate()
-    rollouts = load(work / "rollouts")
+    rollouts = load_rollouts(work / "rollouts")
     assert spread(rollouts, True) == 1
     assert [part["explained_variance"] > 0.9 for part in results["parts"]] == [False, True, True, True, True]
     batches = run.batches(run.outcomes, range(len(run.outcomes)))
@@ -300,7 +304,7 @@ def test_one_model_for_the_sum_of_two(work, capsys):
         assert cli.main(arguments(work, out, data__rewards=reward, train__epochs=8)) == 0
     betas = (1.0, 0.25)
     values = {"compress__values": (work / "one", work / "two"), "compress__betas": betas}
-    run = training.build(config(work, mode="compress", **values), ALONE)
+    run = training.build_value_trainer(config(work, mode="compress", **values), ALONE)
     teachers = [AutoModelForSequenceClassification.from_pretrained(work / n / "model").double() for n in ("one", "two")]
     for teacher in teachers:
         teacher.config.pad_token_id = None
@@ -313,17 +317,17 @@ def test_one_model_for_the_sum_of_two(work, capsys):
     command = arguments(work, "both", "compress", model__path=work / "one", train__epochs=30, **values)
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
-    assert f"{work / 'one'} / 1 + {work / 'two'} / 0.25" in shown
+    assert f"{work / 'one'}/1+{work / 'two'}/0.25" in "".join(shown.split())  # the plan breaks lines
     results = json.loads((work / "both" / "value.json").read_text())
     assert results["after"]["mse"] < 0.5 * results["before"]["mse"]
-    completions = value_dataset.load([str(work / "rollouts")], run.tokenizer, max_length=64).abstained
+    completions = value_dataset.load_outcomes([str(work / "rollouts")], run.tokenizer, max_length=64).abstained
     assert completions > 0 == run.outcomes.abstained  # no reward is read
 
 
 def test_the_exported_model_is_read_by_the_search(work):
     for kind, reward in (("mse", "first"), ("bce", "even")):
         assert cli.main(arguments(work, f"of {kind}", loss__kind=kind, data__rewards=reward)) == 0
-        model, trained = reward_model.load(str(work / f"of {kind}"), dtype=torch.float64)
+        model, trained = reward_model.load_reward_model(str(work / f"of {kind}"), dtype=torch.float64)
         assert (trained, kind_of(model)) == (True, kind)
         theirs = AutoModelForSequenceClassification.from_pretrained(work / f"of {kind}" / "model").double().eval()
         theirs.config.pad_token_id = None
@@ -368,7 +372,7 @@ def test_a_run_resumes_bit_for_bit(work):
 
 def test_a_completion_without_a_token_is_one_state(work):
     """A completion may have no tokens in another tokenizer."""
-    run = training.build(config(work), ALONE)
+    run = training.build_value_trainer(config(work), ALONE)
     bare = dataclasses.replace(run.held_out, completions=[[], *run.held_out.completions[1:]])
     run.held_out = bare
     found = run.evaluate()
@@ -381,17 +385,17 @@ def test_a_completion_without_a_token_is_one_state(work):
 
 def test_outcomes_are_the_drawn_completions(work):
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
-    rollouts = load(work / "rollouts")
-    found = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["first"], max_length=64)
+    rollouts = load_rollouts(work / "rollouts")
+    found = value_dataset.load_outcomes([str(work / "rollouts")], tokenizer, rewards=["first"], max_length=64)
     assert [tokenizer.decode(ids) for ids in found.prompts[::SAMPLES]] == PROMPTS
     for row in range(len(PROMPTS)):
         assert found.completions[row * SAMPLES : (row + 1) * SAMPLES] == rollouts.ids(row)
     assert found.rewards.tolist() == [float(ids[0] % 8) for ids in found.completions]
-    some = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["mostly", "first"], max_length=64)
+    some = value_dataset.load_outcomes([str(work / "rollouts")], tokenizer, rewards=["mostly", "first"], max_length=64)
     abstained = sum(ids[0] % 5 == 0 for ids in found.completions)
     assert (some.abstained, len(some)) == (abstained, len(found) - abstained)
     assert f"{abstained} dropped because a reward abstained" in repr(some)
-    short = value_dataset.load([str(work / "rollouts")] * 2, tokenizer, rewards=["first"], max_length=8)
+    short = value_dataset.load_outcomes([str(work / "rollouts")] * 2, tokenizer, rewards=["first"], max_length=8)
     assert short.too_long > 0
     assert len(short) + short.too_long == 2 * len(found)
     assert all(len(p) + len(c) <= 8 for p, c in zip(short.prompts, short.completions, strict=True))
@@ -400,7 +404,7 @@ def test_outcomes_are_the_drawn_completions(work):
 def test_prompts_of_equal_rewards_are_dropped(work, capsys):
     """IRO, H.4: what is all right or all wrong is not trained on. Held-out prompts stay."""
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
-    found = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["even"], max_length=64)
+    found = value_dataset.load_outcomes([str(work / "rollouts")], tokenizer, rewards=["even"], max_length=64)
     rewards = found.rewards.view(len(PROMPTS), SAMPLES).clone()
     rewards[1], rewards[3], rewards[4, 1:] = 1.0, 0.0, rewards[4, 0]
     rewards[4, 5] = 1 - rewards[4, 0]
@@ -414,8 +418,8 @@ def test_prompts_of_equal_rewards_are_dropped(work, capsys):
     assert mixed.known == found.known
     assert mixed.equal == (len(PROMPTS) - len(kept)) * SAMPLES
     assert f"{mixed.equal} dropped because all of their prompt have the same reward" in repr(mixed)
-    run = training.build(config(work, data__rewards="even", data__drop_equal="True"), ALONE)
-    plain = training.build(config(work, data__rewards="even"), ALONE)
+    run = training.build_value_trainer(config(work, data__rewards="even", data__drop_equal="True"), ALONE)
+    plain = training.build_value_trainer(config(work, data__rewards="even"), ALONE)
     assert run.held_out.completions == plain.held_out.completions
     assert run.outcomes.completions == plain.outcomes.mixed().completions
     (work / "one.py").write_text("def one(completion_ids, **_):\n    return [1.0 for _ in completion_ids]\n")
@@ -428,7 +432,7 @@ def test_prompts_of_equal_rewards_are_dropped(work, capsys):
 
 def test_no_prompt_is_on_both_sides(work):
     folders = [str(work / "rollouts")] * 2  # every prompt twice, far from each other
-    found = value_dataset.load(
+    found = value_dataset.load_outcomes(
         folders, AutoTokenizer.from_pretrained(work / "policy"), rewards=["first"], max_length=64
     )
     for asked, held in ((2, 2), (100, 2), (1, 1)):
@@ -497,9 +501,11 @@ def test_a_reward_of_weight_0_does_not_count(work):
     """It abstains on some completions, but none is dropped."""
     given = {"rewards": ["first", "mostly"], "max_length": 64}
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
-    found = value_dataset.load([str(work / "rollouts")], tokenizer, weights=[2.0, 0.0], **given)
-    alone = value_dataset.load([str(work / "rollouts")], tokenizer, rewards=["first"], weights=[2.0], max_length=64)
-    assert found.abstained == 0 < value_dataset.load([str(work / "rollouts")], tokenizer, **given).abstained
+    found = value_dataset.load_outcomes([str(work / "rollouts")], tokenizer, weights=[2.0, 0.0], **given)
+    alone = value_dataset.load_outcomes(
+        [str(work / "rollouts")], tokenizer, rewards=["first"], weights=[2.0], max_length=64
+    )
+    assert found.abstained == 0 < value_dataset.load_outcomes([str(work / "rollouts")], tokenizer, **given).abstained
     assert torch.equal(found.rewards, alone.rewards)
 
 
@@ -512,8 +518,8 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokens))
     policy, own = (AutoTokenizer.from_pretrained(folder) for folder in (work / "policy", tmp_path / "model"))
-    plain = value_dataset.load([str(work / "rollouts")], policy, rewards=["first"], max_length=64)
-    found = value_dataset.load([str(work / "rollouts")], own, rewards=["first"], max_length=64)
+    plain = value_dataset.load_outcomes([str(work / "rollouts")], policy, rewards=["first"], max_length=64)
+    found = value_dataset.load_outcomes([str(work / "rollouts")], own, rewards=["first"], max_length=64)
     assert found.asked == [tuple(places.get(i, i) for i in ids) for ids in plain.asked]
     assert torch.equal(found.rewards, plain.rewards)
 
@@ -531,7 +537,9 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     tiny_model(tmp_path / "theirs", "gpt2")  # with another tokenizer, the prompts are still the same
     (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(tokens))
     assert cli.main(rolled_out(work, "theirs", model__path=tmp_path / "theirs")) == 0
-    both = value_dataset.load([str(work / "rollouts"), str(work / "theirs")], policy, rewards=["first"], max_length=64)
+    both = value_dataset.load_outcomes(
+        [str(work / "rollouts"), str(work / "theirs")], policy, rewards=["first"], max_length=64
+    )
     assert len(set(both.asked)) == len(set(plain.asked))
     sides = [{tuple(ids) for ids in side.prompts} for side in both.split(2)]
     assert not sides[0] & sides[1]
@@ -540,7 +548,7 @@ def test_rollouts_of_another_tokenizer_are_read_as_texts(work, tmp_path, capsys)
     try:
         (work / "policy" / "tokenizer.json").write_text(json.dumps(tokens | {"added_tokens": []}))
         with pytest.raises(ValueError, match="has changed since the rollouts in"):
-            value_dataset.load([str(work / "rollouts")], own, rewards=["first"], max_length=64)
+            value_dataset.load_outcomes([str(work / "rollouts")], own, rewards=["first"], max_length=64)
     finally:
         (tmp_path / "kept.json").rename(work / "policy" / "tokenizer.json")
 
@@ -556,13 +564,13 @@ def test_the_command(work, capsys):
     assert "24 completions of 2 prompts" in shown
     assert "8 steps of 9 completions, 2 epochs" in shown
     assert not (work / "planned").exists()
-    check(config(work))
+    check_value_config(config(work))
     assert ValueConfig().run.name == "value"
 
 
 def test_the_end_token_is_a_state_of_its_own(work):
     """A finished beam is scored at the end of its completion."""
-    run = training.build(config(work), ALONE)
+    run = training.build_value_trainer(config(work), ALONE)
     ended = next(i for i, ids in enumerate(run.outcomes.completions) if ids[-1] == EOS)
     [batch] = run.batches(run.outcomes, [ended])
     H = len(run.outcomes.completions[ended])

@@ -26,7 +26,7 @@ def run(folder, *arguments):
 def test_every_claim_holds(tmp_path, capsys):
     assert run(tmp_path / "new" / "folder", "--quick") == 0
     out = capsys.readouterr().out
-    found = json.loads((tmp_path / "new" / "folder" / verify.FILE).read_text("utf-8"))
+    found = json.loads((tmp_path / "new" / "folder" / verify.VERIFY_FILE).read_text("utf-8"))
     assert found["holds"] is True
     assert found["quick"] is True
     assert len(found["results"]) > 50
@@ -46,7 +46,7 @@ def test_every_claim_holds(tmp_path, capsys):
         assert counts == {"holding": claims, "claims": claims}
         assert f"{paper} {claims} of {claims}" in out
         assert f"({paper}, " in out
-    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == drawn | {verify.FILE}
+    assert {path.name for path in (tmp_path / "new" / "folder").iterdir()} == drawn | {verify.VERIFY_FILE}
 
 
 # --- planted faults: what is replaced, its replacement, and the claims that must fail ---------------------------------
@@ -168,7 +168,7 @@ def test_a_failed_claim_is_reported(monkeypatch, tmp_path, capsys):
     assert "(Euclid, arithmetic; sum; as counted)" in out
     assert "FAILED: two [b]and two" in out
     assert "4 to 4" in out
-    found = json.loads((tmp_path / verify.FILE).read_text("utf-8"))
+    found = json.loads((tmp_path / verify.VERIFY_FILE).read_text("utf-8"))
     assert found["holds"] is False
     assert found["papers"] == {"Euclid": {"holding": 1, "claims": 3}}
     assert [result["holds"] for result in found["results"]] == [False, False, True]
@@ -177,14 +177,14 @@ def test_a_failed_claim_is_reported(monkeypatch, tmp_path, capsys):
 
 
 def test_a_run_that_breaks_removes_an_earlier_result(monkeypatch, tmp_path):
-    (tmp_path / verify.FILE).write_text("{}", "utf-8")
+    (tmp_path / verify.VERIFY_FILE).write_text("{}", "utf-8")
 
     def breaks(quick):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(verify, "CHECKS", (verify.Check("Breaks", "Euclid", breaks),))
     assert run(tmp_path) == 1
-    assert not (tmp_path / verify.FILE).exists()
+    assert not (tmp_path / verify.VERIFY_FILE).exists()
 
 
 def test_an_invalid_folder_is_refused_before_the_checks(tmp_path, capsys):

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 
 from nlgrpo.calibration import fixed_point, stationary
 from nlgrpo.calibration.alignment import alignment_curve, at_kl, parse_transform
-from nlgrpo.calibration.procedures import Procedure
+from nlgrpo.calibration.procedures import CalibratedProcedure
 from nlgrpo.calibration.transforms import Exponential, FixedPoint, Identity, Power, ProcedureFixedPoint
 from nlgrpo.objectives import BestOfN, BestOfPoisson, CVaR, Distortion, EntropicRisk, Mean, SoftBestOfN, WorstOfN
 from nlgrpo.runtime import user_code
@@ -108,14 +108,14 @@ def test_small_loss_rates_keep_their_digits():
     beta = 1 / 39  # m = 40
     loss = 1 - alignment_curve("log", [beta], 1, ["cvar:0.5"]).procedures["cvar:0.5"]
     assert float(loss) == pytest.approx(0.5**39 / 41, abs=1e-15)
-    procedure, u = Procedure(CVaR(0.5)), torch.tensor([1e-300, 1e-20], dtype=torch.float64)
+    procedure, u = CalibratedProcedure(CVaR(0.5)), torch.tensor([1e-300, 1e-20], dtype=torch.float64)
     torch.testing.assert_close(procedure.cdf(u), 2 * u, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("objective", WEIGHTS, ids=str)
 def test_g_and_its_integral(objective):
     f, jumps = WEIGHTS[objective]
-    procedure = Procedure(objective)
+    procedure = CalibratedProcedure(objective)
     assert procedure.breaks == pytest.approx(jumps, abs=1e-12)
     z = torch.tensor([0.0, 0.05, 0.299, 0.301, 0.8, 1.0], dtype=torch.float64)
     below = [quad(lambda x: float(f(x)), 0, end, points=jumps or None, epsabs=1e-13)[0] for end in z.tolist()]
@@ -216,7 +216,7 @@ def fixed(objective, beta):
 @pytest.mark.parametrize("objective", PROCEDURES, ids=str)
 def test_fixed_points_solve_theorem_1(objective, beta):
     """Check both equations on an independent grid: F by Simpson's rule, Phi by the trapezoidal rule over G."""
-    phi, procedure = fixed(objective, beta), Procedure(objective)
+    phi, procedure = fixed(objective, beta), CalibratedProcedure(objective)
     assert phi.residual <= 1e-11
     u = np.linspace(0, 1, 400_001)
     values = phi(torch.from_numpy(u)).numpy()

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nlgrpo.calibration.rewind import RewindAndRepeat, parse
+from nlgrpo.calibration.rewind import RewindAndRepeat, parse_rewind
 from nlgrpo.estimators import weighted_win_rate
 
 REWARDS = torch.tensor(
@@ -68,12 +68,12 @@ def test_a_quantile_that_falls_on_a_sample_is_that_sample():
 @pytest.mark.parametrize("text", ["rewind", "rewind:0.85", "rewind:2:4", "rewind:0.85:0", "rewind:a:4", "rewind:nan:4"])
 def test_what_is_no_rewind(text):
     with pytest.raises(ValueError, match="expected rewind:QUANTILE:MOST, such as"):
-        parse(text)
+        parse_rewind(text)
 
 
 def test_names():
-    assert parse("bon:4") is None
-    assert parse("rewind:0.85:32") == RewindAndRepeat(0.85, 32)
+    assert parse_rewind("bon:4") is None
+    assert parse_rewind("rewind:0.85:32") == RewindAndRepeat(0.85, 32)
     assert str(RewindAndRepeat(0.85, 32)) == "rewind:0.85:32"
 
 

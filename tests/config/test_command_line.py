@@ -9,7 +9,7 @@ from helpers import REPOSITORY
 
 from nlgrpo import cli
 from nlgrpo.config import command_line
-from nlgrpo.config.command_line import PREFIX, VARIABLES, check
+from nlgrpo.config.command_line import PREFIX, VARIABLES, check_arguments
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ from nlgrpo.config.command_line import PREFIX, VARIABLES, check
     ],
 )
 def test_an_option_that_is_given_twice_is_named(arguments, option, capsys):
-    check(arguments, {})
+    check_arguments(arguments, {})
     assert capsys.readouterr().err == f"note: {option} is given twice; only the last one counts\n"
     with pytest.raises(ValueError, match=f"^{re.escape(option)} is given twice; give it once, with commas"):
-        check(arguments, {}, grid=True)
+        check_arguments(arguments, {}, grid=True)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_option_that_is_given_twice_is_named(arguments, option, capsys):
     ],
 )
 def test_other_command_lines_are_not(arguments, capsys):
-    check(arguments, {}, grid=True)
+    check_arguments(arguments, {}, grid=True)
     assert capsys.readouterr().err == ""
 
 
@@ -61,19 +61,19 @@ def test_torchrun_s_entry_says_so_too():
 
 def test_a_misspelled_environment_variable_has_the_nearest_name():
     with pytest.raises(ValueError, match="NLGRPO_ATENTION is not known; did you mean NLGRPO_ATTENTION"):
-        check([], {"NLGRPO_ATENTION": "packed"})
+        check_arguments([], {"NLGRPO_ATENTION": "packed"})
     with pytest.raises(ValueError, match="NLGRPO_APIKEY is not known; did you mean NLGRPO_API_KEY"):
-        check([], {"NLGRPO_APIKEY": "x"})
+        check_arguments([], {"NLGRPO_APIKEY": "x"})
     with pytest.raises(ValueError, match=r"NLGRPO_TRITON = 'off': expected 0 \(without Triton\) or 1"):
-        check([], {"NLGRPO_TRITON": "off"})
+        check_arguments([], {"NLGRPO_TRITON": "off"})
 
 
 def test_another_one_is_noted_on_the_first_rank(capsys):
-    check([], {"NLGRPO_JOB_NAME": "x", "RANK": "1"})
+    check_arguments([], {"NLGRPO_JOB_NAME": "x", "RANK": "1"})
     assert capsys.readouterr().err == ""
-    check([], {"NLGRPO_JOB_NAME": "x", "HOME": "/"})
+    check_arguments([], {"NLGRPO_JOB_NAME": "x", "HOME": "/"})
     assert capsys.readouterr().err == "note: nlgrpo does not read the environment variable NLGRPO_JOB_NAME\n"
-    check([], dict.fromkeys(VARIABLES, "0"))
+    check_arguments([], dict.fromkeys(VARIABLES, "0"))
     assert capsys.readouterr().err == ""
 
 

@@ -25,7 +25,7 @@ def test_recipes_have_their_name_and_a_one_line_description(name):
 @pytest.mark.parametrize("name", ["length-bon", "length-mean", "story-mix"])
 def test_recipes_run_without_arguments(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    validate.check(recipe(name))
+    validate.check_config(recipe(name))
     began = time.perf_counter()
     assert train.main([name, "--dry-run"]) == 0
     assert time.perf_counter() - began < 20
@@ -105,7 +105,7 @@ def test_variants_differ_only_in_the_objective(variant, of, objective):
     rewards = [f"rewards.{name}.objective: 'bon:4' -> {objective!r}" for name in recipe(of).rewards]
     assert lines == [f"recipe: {of!r} -> {variant!r}", *rewards]
     assert registry.parse(objective).name == objective
-    validate.check(recipe(variant))
+    validate.check_config(recipe(variant))
 
 
 def test_blank_has_only_defaults_and_cannot_run():
@@ -114,7 +114,7 @@ def test_blank_has_only_defaults_and_cannot_run():
     assert cfg.rewards == {}
     assert cfg.data.source == ""
     with pytest.raises(ValueError, match="there is no reward"):
-        validate.check(cfg)
+        validate.check_config(cfg)
 
 
 @pytest.mark.parametrize(

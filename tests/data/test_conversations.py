@@ -9,7 +9,7 @@ from test_prompt_dataset import write_lines
 
 from nlgrpo.data.conversations import ChatOptions, answered, is_continued, load_tools
 from nlgrpo.data.encoding import encode
-from nlgrpo.data.prompt_dataset import load
+from nlgrpo.data.prompt_dataset import load_prompt_set
 
 USER = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -54,7 +54,7 @@ def rendered(tokenizer):
 
 def load_rows(tmp_path, tokenizer, *rows, **chat):
     source = write_lines(tmp_path / "prompts.jsonl", rows)
-    return load(source, tokenizer, max_prompt_tokens=2000, shuffle=False, chat=ChatOptions(**chat))
+    return load_prompt_set(source, tokenizer, max_prompt_tokens=2000, shuffle=False, chat=ChatOptions(**chat))
 
 
 def test_texts_become_user_messages(tmp_path, tokenizer, rendered):
@@ -97,7 +97,7 @@ def test_keys_that_arrow_adds_are_not_shown_to_the_model(tmp_path, tokenizer, re
     other = {"type": "function", "function": {"name": "now", "description": "Time.", "strict": True}}
     rows = [{"prompt": USER, "tools": [WEATHER]}, {"prompt": USER, "tools": [other]}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-    prompts = load(str(tmp_path / "data.parquet"), tokenizer, max_prompt_tokens=2000, shuffle=False)
+    prompts = load_prompt_set(str(tmp_path / "data.parquet"), tokenizer, max_prompt_tokens=2000, shuffle=False)
     names = [list(row["tools"][0]["function"]) for row in prompts.rows]
     assert names[0] == names[1]  # the keys that are missing are there, as None
     expected = [tokenizer.decode(rendered(USER, tools=[tool])) for tool in (WEATHER, other)]
@@ -208,7 +208,7 @@ def test_content_parts_of_arrow(tmp_path, tokenizer, rendered):
     """Arrow gives all parts the keys of all parts, and all messages those of all messages."""
     rows = [{"prompt": said(PARTS[:1])}, {"prompt": [{"role": "user", "name": "me", "content": PARTS}]}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-    prompts = load(str(tmp_path / "data.parquet"), tokenizer, max_prompt_tokens=2000, shuffle=False)
+    prompts = load_prompt_set(str(tmp_path / "data.parquet"), tokenizer, max_prompt_tokens=2000, shuffle=False)
     assert prompts.prompts == [said("Hi"), [{"role": "user", "name": "me", "content": "Hi\nthere"}]]
     assert prompts.ids == [rendered(said("Hi")), rendered(said("Hi\nthere"))]
 
@@ -265,14 +265,14 @@ def test_a_column_of_messages_has_no_texts(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"column 'messages' holds a str \('Hi'\) .* prompt_column = 'messages'"):
         load_rows(tmp_path, tokenizer, {"messages": "Hi"})
     source = write_lines(tmp_path / "a.jsonl", [{"messages": "Hi"}])
-    assert load(source, tokenizer, max_prompt_tokens=9, prompt_column="messages").prompts == ["Hi"]
+    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, prompt_column="messages").prompts == ["Hi"]
 
 
 def test_a_conversation_in_a_template_is_refused(tmp_path, tokenizer):
     for prompt in (USER, json.dumps(USER)):
         source = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt}])
         with pytest.raises(ValueError, match=r"'prompt' is a conversation, which the template 'Q: \{prompt\}'"):
-            load(source, tokenizer, max_prompt_tokens=99, template="Q: {prompt}")
+            load_prompt_set(source, tokenizer, max_prompt_tokens=99, template="Q: {prompt}")
 
 
 # --- what the template does with messages -----------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_ids_are_those_of_transformers_with_one_bos(tmp_path, name, add_bos):
     if add_bos and expected[0] != tokenizer.bos_token_id:
         expected = [tokenizer.bos_token_id, *expected]
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": USER}])
-    assert load(source, tokenizer, max_prompt_tokens=999, add_bos=add_bos).ids == [expected]
+    assert load_prompt_set(source, tokenizer, max_prompt_tokens=999, add_bos=add_bos).ids == [expected]
     assert expected[:2] != [tokenizer.bos_token_id] * 2
 
 

@@ -66,7 +66,7 @@ SUFFIXES = [".jsonl", ".json", ".csv", ".txt", ".jsonl.gz"]
 
 def read(path, content):
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" and content[:1] != b"\x1f" else content)
-    found, message = result_of(lambda: list(sources.read(str(path))))
+    found, message = result_of(lambda: list(sources.read_rows(str(path))))
     assert found is not None or str(path.name) in message  # which file
     assert len(message) < 2000
     return found
@@ -100,9 +100,9 @@ def test_a_compressed_file_that_would_fill_the_memory_is_refused(tmp_path, monke
     path = tmp_path / f"bomb{suffix}"
     path.write_bytes(gzip.compress(bytes(2**22)))  # a single line of zeros, 1000 times smaller
     with pytest.raises(ValueError, match=r"bomb\S+ expands to more than 1,048,576 bytes, 200 times its size"):
-        list(sources.read(str(path)))
+        list(sources.read_rows(str(path)))
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 1000) if suffix == ".jsonl.gz" else gzip.compress(b"[]"))
-    list(sources.read(str(path)))
+    list(sources.read_rows(str(path)))
 
 
 @fuzzed

@@ -107,13 +107,13 @@ def test_a_set_is_the_same_each_time_and_has_what_it_says(name):
 
 
 def test_sets_are_sources_of_prompts():
-    assert list(sources.read("maze-test")) == list(SETS["maze-test"].rows())
+    assert list(sources.read_rows("maze-test")) == list(SETS["maze-test"].rows())
     assert sources.is_file("maze-test")
     assert list(islice(sources.stream("maze-test", limit=3), 5)) == list(islice(SETS["maze-test"].rows(), 3))
     with pytest.raises(ValueError, match=r"'maze-test' has no splits\. The sets: maze-train, maze-validation"):
-        sources.read("maze-test", split="test")
+        sources.read_rows("maze-test", split="test")
     with pytest.raises(ValueError, match="separator = 'x' is for the documents of a text file"):
-        sources.read("maze-test", separator="x")
+        sources.read_rows("maze-test", separator="x")
 
 
 def test_a_maze_has_at_least_two_by_two_rooms():

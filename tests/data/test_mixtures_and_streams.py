@@ -10,7 +10,7 @@ from test_prompt_dataset import make_tokenizer, write_lines
 from nlgrpo.config import schema
 from nlgrpo.data import sources
 from nlgrpo.data.mixtures import BLOCK, MixedPrompts, largest_remainders, merge, shares_of
-from nlgrpo.data.prompt_dataset import Reader, SourceOptions, load
+from nlgrpo.data.prompt_dataset import Reader, SourceOptions, load_prompt_set
 from nlgrpo.data.streams import PromptStream
 from nlgrpo.engine.rollouts.evaluation_samples import size_of
 from nlgrpo.engine.rollouts.inputs import all_prompts, find_columns, load_prompts, read_prompts, unread_files
@@ -44,8 +44,10 @@ def stream(path, tokenizer, *, longest=100, limit=None, **options):
 
 @pytest.fixture
 def mixed(tmp_path, tokenizer):
-    big = load(write(tmp_path, "big", 50, source="big"), tokenizer, max_prompt_tokens=100)
-    small = load(write(tmp_path, "small", 7, "c", source="small", only="here"), tokenizer, max_prompt_tokens=100)
+    big = load_prompt_set(write(tmp_path, "big", 50, source="big"), tokenizer, max_prompt_tokens=100)
+    small = load_prompt_set(
+        write(tmp_path, "small", 7, "c", source="small", only="here"), tokenizer, max_prompt_tokens=100
+    )
     return MixedPrompts([big, small], shares_of([3, 1]))
 
 
@@ -151,7 +153,7 @@ def test_mixtures_that_are_refused(tmp_path, tokenizer, value, message):
 
 def test_a_stream_in_order_is_the_loaded_set(tmp_path, tokenizer):
     path = write(tmp_path, "a", 150)
-    loaded = load(path, tokenizer, max_prompt_tokens=3, shuffle=False)
+    loaded = load_prompt_set(path, tokenizer, max_prompt_tokens=3, shuffle=False)
     streamed = stream(path, tokenizer, longest=3)
     assert 0 < len(loaded) < 150  # some are too long
     count = 2 * len(loaded) + 10
@@ -184,7 +186,7 @@ def test_held_out_prompts_of_a_stream_are_not_trained_on(tmp_path, tokenizer):
     rest, held_out = stream(path, tokenizer, longest=3, shuffle_buffer=20).split(10)
     held = {row["number"] for row in held_out.rows}
     assert len(held) == len(held_out) == 10
-    fitting = {row["number"] for row in load(path, tokenizer, max_prompt_tokens=3).rows}
+    fitting = {row["number"] for row in load_prompt_set(path, tokenizer, max_prompt_tokens=3).rows}
     assert set(rest.take(0, 200).columns["number"]) == fitting - held
 
 
@@ -342,7 +344,7 @@ def test_a_source_that_shares_nothing_keeps_its_order(tmp_path, tokenizer):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a " * (i + 1), "number": i} for i in range(40)])
     cfg = config(data={"source": source}, evaluation={"prompts": 8}, train={"seed": 3})
     prompts, _ = load_prompts(cfg, tokenizer, Limits)
-    rows = load(source, tokenizer, max_prompt_tokens=99, limit=32, seed=3)
+    rows = load_prompt_set(source, tokenizer, max_prompt_tokens=99, limit=32, seed=3)
     assert prompts.take(0, 70) == rows.take(0, 70)
 
 

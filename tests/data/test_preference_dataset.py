@@ -8,8 +8,8 @@ from helpers import BOS, EOS, WORDS, tiny_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from nlgrpo.data.preference_dataset import PairSet, load
-from nlgrpo.rewards.specs import load as load_reward
+from nlgrpo.data.preference_dataset import PairSet, load_preferences
+from nlgrpo.rewards.specs import load_reward as load_reward
 
 TEMPLATE = "{% for m in messages %}{{ 'w1 ' if m.role == 'user' else 'w2 ' }}{{ m.content }} </s> {% endfor %}"
 
@@ -57,7 +57,7 @@ def turn(role, content):
 def test_the_layout_of_hh_rlhf(file, tokenizer):
     start = "\n\nHuman: w1\n\nAssistant: w2\n\nHuman: w3\n\nAssistant:"
     rows = texts(("w5 w6", "w5 w7 w8"), start=start)
-    found = load(file(*rows, name="pairs.jsonl.gz"), tokenizer, max_length=64)
+    found = load_preferences(file(*rows, name="pairs.jsonl.gz"), tokenizer, max_length=64)
     unknown = "<unk>"  # "Human:" and "Assistant:" are none of the 32 words
     both = f"{unknown} w1 {unknown} w2 {unknown} w3 {unknown}"
     assert found.chosen == [ids(f"{both} w5 w6")]
@@ -67,14 +67,14 @@ def test_the_layout_of_hh_rlhf(file, tokenizer):
 
 
 def test_texts_without_an_assistant_have_no_prompt(file, tokenizer):
-    found = load(file({"chosen": "w1 w2", "rejected": "w1 w3"}), tokenizer, max_length=64)
+    found = load_preferences(file({"chosen": "w1 w2", "rejected": "w1 w3"}), tokenizer, max_length=64)
     assert (found.prompts, found.chosen, found.rejected) == ([""], [ids("w1 w2")], [ids("w1 w3")])
 
 
 def test_a_prompt_column_comes_before_both(file, tokenizer):
     rows = [{"question": "w1 ", "good": "w2", "bad": "w3", "lead": 2}]
     columns = {"prompt_column": "question", "chosen_column": "good", "rejected_column": "bad", "margin_column": "lead"}
-    found = load(file(*rows), tokenizer, max_length=64, **columns)
+    found = load_preferences(file(*rows), tokenizer, max_length=64, **columns)
     assert (found.prompts, found.chosen, found.rejected) == (["w1 "], [ids("w1 w2")], [ids("w1 w3")])
     assert found.margins == [2.0]
 
@@ -85,7 +85,7 @@ def test_conversations_go_through_the_chat_template(file, tokenizer, apart):
     start = [turn("user", "w5"), turn("assistant", "w6"), turn("user", "w7")]
     answers = {"chosen": [turn("assistant", "w8")], "rejected": [turn("assistant", "w9")]}
     row = {"prompt": start} | answers if apart else {name: start + answer for name, answer in answers.items()}
-    found = load(file(row), tokenizer, max_length=64)
+    found = load_preferences(file(row), tokenizer, max_length=64)
     shared = "w1 w5 </s> w2 w6 </s> w1 w7 </s> w2"
     assert found.chosen == [ids(f"{shared} w8 </s>", begin=(), end=())]
     assert found.rejected == [ids(f"{shared} w9 </s>", begin=(), end=())]
@@ -97,11 +97,11 @@ def test_ids_equal_those_of_the_classifier(file, tokenizer, tmp_path):
     from nlgrpo.model import reward_model
 
     tiny_model(tmp_path / "causal")
-    ours, _ = reward_model.load(str(tmp_path / "causal"))
+    ours, _ = reward_model.load_reward_model(str(tmp_path / "causal"))
     reward_model.save(ours, tmp_path / "rm", tokenizer=tokenizer, pad=0, max_length=9)
     classifier = load_reward("r", str(tmp_path / "rm")).function
     rows = [{"prompt": "w1 " * n, "chosen": "w2 " * c, "rejected": "w3"} for n, c in ((1, 2), (4, 3), (9, 1), (2, 12))]
-    found = load(file(*rows), tokenizer, max_length=9)
+    found = load_preferences(file(*rows), tokenizer, max_length=9)
     assert found.chosen == [classifier.encoder.ids(row["prompt"], row["chosen"]) for row in rows]
     assert [len(x) for x in found.chosen] == [5, 9, 9, 9]
 
@@ -115,7 +115,7 @@ def test_long_texts_lose_the_beginning_of_their_prompt(file, tokenizer):
         {"prompt": "w1 ", "chosen": "w4", "rejected": "w5"},
     ]
     rows.append({"prompt": "w1 ", "chosen": "w4", "rejected": "w5 w6 w7 w8 w9"})
-    found = load(file(*rows), tokenizer, max_length=5)
+    found = load_preferences(file(*rows), tokenizer, max_length=5)
     assert found.chosen == [ids("w3 w4 w5"), ids("w1 w4"), ids("w1 w4")]
     assert found.rejected == [ids("w2 w3 w6"), ids("w1 w5"), ids("w7 w8 w9")]
     assert (found.truncated, found.cut) == (2, 1)
@@ -123,10 +123,10 @@ def test_long_texts_lose_the_beginning_of_their_prompt(file, tokenizer):
 
 
 def test_ties_are_dropped_and_counted(file, tokenizer):
-    found = load(file(*texts(("w1", "w1"), ("w1", "w2"), ("w3", " w3"))), tokenizer, max_length=64)
+    found = load_preferences(file(*texts(("w1", "w1"), ("w1", "w2"), ("w3", " w3"))), tokenizer, max_length=64)
     assert (len(found), found.ties) == (1, 2)  # the last one differs in white space, which has no token
     with pytest.raises(ValueError, match="chosen and rejected are equal in all 2 pairs"):
-        load(file(*texts(("w1", "w1"), ("w2", "w2"))), tokenizer, max_length=64)
+        load_preferences(file(*texts(("w1", "w1"), ("w2", "w2"))), tokenizer, max_length=64)
 
 
 def pairs(count, prompts=None):
@@ -180,33 +180,33 @@ CONVERSATION = [turn("user", "w1"), turn("assistant", "w2")]
 )  # fmt: skip
 def test_bad_pairs_are_refused(file, tokenizer, rows, options, message):
     with pytest.raises(ValueError, match=message):
-        load(file(*rows), tokenizer, **({"max_length": 64} | options))
+        load_preferences(file(*rows), tokenizer, **({"max_length": 64} | options))
 
 
 def test_a_conversation_that_the_template_rejects(file, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     row = {"chosen": CONVERSATION, "rejected": [*CONVERSATION[:1], turn("assistant", "w3")]}
     with pytest.raises(ValueError, match=r"example 1: the chat template rejects.*roles must alternate"):
-        load(file(row), tokenizer, max_length=64)
+        load_preferences(file(row), tokenizer, max_length=64)
 
 
 def test_a_text_without_tokens(file, tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="example 1: the text '' has no tokens"):
-        load(file({"chosen": "", "rejected": "w1"}), tokenizer, max_length=64)
+        load_preferences(file({"chosen": "", "rejected": "w1"}), tokenizer, max_length=64)
 
 
 def test_a_missing_file_is_reported_with_the_nearest_name(tokenizer, file):
     file(GOOD)
     with pytest.raises(ValueError, match=r"There is no file .*pair\.jsonl\. Nearest: 'pairs.jsonl'"):
-        load(file(GOOD).replace("pairs", "pair"), tokenizer, max_length=9)
+        load_preferences(file(GOOD).replace("pairs", "pair"), tokenizer, max_length=9)
 
 
 def test_pairs_of_hh_rlhf(shared):
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
     source = str(shared / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz")
-    found = load(source, tokenizer, max_length=512, limit=200)
+    found = load_preferences(source, tokenizer, max_length=512, limit=200)
     assert len(found) == 200
     assert all(prompt.endswith("\n\nAssistant:") and prompt.startswith("\n\nHuman:") for prompt in found.prompts)
     assert max(map(len, found.chosen + found.rejected)) == 512
@@ -223,7 +223,7 @@ ASKED = "w1 w2 w3"
 
 def test_a_prompt_that_both_answers_repeat_is_read_once(file, tokenizer):
     rows = [{"prompt": f"{ASKED} ", "chosen": f"{ASKED} w5", "rejected": f"{ASKED} w6"}]
-    found = load(file(*rows), tokenizer, max_length=64)
+    found = load_preferences(file(*rows), tokenizer, max_length=64)
     assert (found.chosen, found.rejected) == ([ids(f"{ASKED} w5")], [ids(f"{ASKED} w6")])
     assert (found.prompts, found.repeated) == ([ASKED], 1)
     assert "1 of the source with the prompt in both answers, read once" in repr(found)
@@ -244,7 +244,7 @@ def test_a_prompt_that_both_answers_repeat_is_read_once(file, tokenizer):
 )
 def test_short_prompts_may_be_repeated_by_chance(file, tokenizer, rows, repeated, chosen):
     named = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows]
-    found = load(file(*named), tokenizer, max_length=64)
+    found = load_preferences(file(*named), tokenizer, max_length=64)
     assert (found.repeated, found.chosen) == (repeated, list(map(ids, chosen)))
 
 
@@ -254,11 +254,11 @@ def test_conversations_that_repeat_their_prompt(file, tokenizer):
     whole = {name: [*start, turn("assistant", answer)] for name, answer in (("chosen", "w6"), ("rejected", "w7"))}
     expected = [ids("w1 w5 </s> w2 w6 </s>", begin=(), end=())]
     for prompt in (start, "w5", " w5\n", json.dumps(start)):  # a text is the prompt of ultrafeedback
-        found = load(file({"prompt": prompt} | whole), tokenizer, max_length=64)
+        found = load_preferences(file({"prompt": prompt} | whole), tokenizer, max_length=64)
         assert (found.chosen, found.prompts) == (expected, [json.dumps(start)])
     other = {"prompt": [turn("user", "w8")]} | whole
     with pytest.raises(ValueError, match="example 1: column 'chosen' begins with a message of the role 'user' other"):
-        load(file(other), tokenizer, max_length=64)
+        load_preferences(file(other), tokenizer, max_length=64)
 
 
 @pytest.mark.parametrize(
@@ -277,21 +277,21 @@ def test_conversations_that_repeat_their_prompt(file, tokenizer):
 )
 def test_columns_of_prompts_that_are_refused(file, tokenizer, row, options, message):
     with pytest.raises(ValueError, match=message):
-        load(file(row), tokenizer, max_length=64, **options)
+        load_preferences(file(row), tokenizer, max_length=64, **options)
 
 
 def test_pairs_may_have_no_prompt(file, tokenizer):
     rows = [{"prompt_id": "x", "chosen": "w2", "rejected": "w3"}, {"prompts": "w1", "chosen": "w2", "rejected": "w3"}]
     for row, options in zip(rows, ({}, {"prompt_column": ""}), strict=True):
-        found = load(file(row), tokenizer, max_length=64, **options)
+        found = load_preferences(file(row), tokenizer, max_length=64, **options)
         assert (found.chosen, found.unasked) == ([ids("w2")], 1)
         assert "1 of the source without a prompt" in repr(found)
 
 
 def test_numbers_of_csv_are_texts(tmp_path, tokenizer):
     (tmp_path / "pairs.csv").write_text("prompt,chosen,rejected\nw1,7,0.5\nw2,8,1.5\n")
-    found = load(str(tmp_path / "pairs.csv"), tokenizer, max_length=64)
-    expected = load(
+    found = load_preferences(str(tmp_path / "pairs.csv"), tokenizer, max_length=64)
+    expected = load_preferences(
         _write(tmp_path, [{"prompt": "w1", "chosen": "7", "rejected": "0.5"},
                           {"prompt": "w2", "chosen": "8", "rejected": "1.5"}]), tokenizer, max_length=64)  # fmt: skip
     assert (found.chosen, found.rejected) == (expected.chosen, expected.rejected)
@@ -303,7 +303,7 @@ def _write(folder, rows):
 
 
 def test_pairs_that_write_bos_have_one(file, tokenizer):
-    found = load(file({"chosen": "<s> w2", "rejected": "<s> w3"}), tokenizer, max_length=64)
+    found = load_preferences(file({"chosen": "<s> w2", "rejected": "<s> w3"}), tokenizer, max_length=64)
     assert (found.chosen, found.rejected) == ([ids("w2")], [ids("w3")])
 
 
@@ -319,7 +319,7 @@ def test_pairs_that_write_bos_have_one(file, tokenizer):
 )
 def test_pairs_without_a_prompt_are_compared_by_their_common_beginning(file, tokenizer, train, held, shared):
     rows = [dict(zip(("chosen", "rejected"), pair, strict=True)) for pair in (train, ("w8", "w9"), held, ("w7", "w6"))]
-    rest, held_out = load(file(*rows), tokenizer, max_length=64).split(2)
+    rest, held_out = load_preferences(file(*rows), tokenizer, max_length=64).split(2)
     kept = rest.without(held_out.prompts, zip(held_out.chosen, held_out.rejected, strict=True))
     assert (kept.shared, len(kept)) == (shared, 2 - shared)
 
@@ -327,7 +327,7 @@ def test_pairs_without_a_prompt_are_compared_by_their_common_beginning(file, tok
 def test_conversations_without_a_common_message_share_no_prompt(file, tokenizer):
     tokenizer.chat_template = TEMPLATE
     rows = [{"chosen": [turn("user", f"w{i}")], "rejected": [turn("user", f"w{i + 1}")]} for i in (1, 3, 5, 7)]
-    rest, held_out = load(file(*rows), tokenizer, max_length=64).split(2)
+    rest, held_out = load_preferences(file(*rows), tokenizer, max_length=64).split(2)
     assert held_out.prompts == ["", ""]
     assert len(rest.without(held_out.prompts)) == 2
 
@@ -340,7 +340,9 @@ def test_options_of_the_chat_template_are_counted(file, tokenizer):
         "rejected": [turn("user", "w1"), turn("assistant", "w3")],
     }
     rows = [talk | {"tools": [{"name": "w"}]}, talk | {"tools": None}, talk | {"chat_template_kwargs": {"x": 1}}]
-    found = load(file(*rows), tokenizer, max_length=64)
+    found = load_preferences(file(*rows), tokenizer, max_length=64)
     assert found.options == 2
     assert "2 of the source with tools or chat_template_kwargs, which reward models do not read" in repr(found)
-    assert load(file({"chosen": "w1", "rejected": "w2", "tools": "w3"}), tokenizer, max_length=64).options == 0
+    assert (
+        load_preferences(file({"chosen": "w1", "rejected": "w2", "tools": "w3"}), tokenizer, max_length=64).options == 0
+    )

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.encoding import decode, encode
-from nlgrpo.data.prompt_dataset import load, visits
-from nlgrpo.data.sources import read, stream, unread
+from nlgrpo.data.prompt_dataset import load_prompt_set, visits
+from nlgrpo.data.sources import read_rows, stream, unread
 from nlgrpo.model.hf_weights import locate
 
 WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
@@ -91,7 +91,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "csv", "saved", "saved_dict", "folder"])
 def test_every_format_gives_the_same_prompts_and_columns(kind, tmp_path, plain):
-    batch = load(write_source(kind, tmp_path), plain, max_prompt_tokens=8, shuffle=False).take(0, 3)
+    batch = load_prompt_set(write_source(kind, tmp_path), plain, max_prompt_tokens=8, shuffle=False).take(0, 3)
     assert batch.prompts == ["a b", "c", "d e f"]
     assert batch.ids == [ids("a b"), ids("c"), ids("d e f")]
     assert batch.columns == {"answer": [1, 2, 3]}
@@ -101,35 +101,39 @@ def test_every_format_gives_the_same_prompts_and_columns(kind, tmp_path, plain):
 def test_plain_text_by_line_and_by_document(tmp_path, plain):
     path = tmp_path / "text.txt"
     path.write_text("  a  b\tc d\n\n<|end|>\n<|end|>  e\nf g\n")
-    lines = load(str(path), plain, max_prompt_tokens=8, shuffle=False)
+    lines = load_prompt_set(str(path), plain, max_prompt_tokens=8, shuffle=False)
     assert lines.prompts == ["a  b\tc d", "<|end|>", "<|end|>  e", "f g"]
-    documents = load(str(path), plain, max_prompt_tokens=8, shuffle=False, separator="<|end|>", first_words=3)
+    documents = load_prompt_set(
+        str(path), plain, max_prompt_tokens=8, shuffle=False, separator="<|end|>", first_words=3
+    )
     assert documents.prompts == ["a  b\tc", "e\nf g"]
     packed = tmp_path / "text.txt.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert load(str(packed), plain, max_prompt_tokens=8, shuffle=False).prompts == lines.prompts
+    assert load_prompt_set(str(packed), plain, max_prompt_tokens=8, shuffle=False).prompts == lines.prompts
 
 
 def test_a_unicode_line_separator_does_not_cut_a_json_line(tmp_path, plain):
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"prompt": "a \u2028 b"}\r\n\r\n{"prompt": "c"}', encoding="utf-8")
-    assert load(str(path), plain, max_prompt_tokens=8, shuffle=False).prompts == ["a \u2028 b", "c"]
+    assert load_prompt_set(str(path), plain, max_prompt_tokens=8, shuffle=False).prompts == ["a \u2028 b", "c"]
 
 
 def test_template_and_cut_after(tmp_path, plain):
     rows = [{"q": "a", "n": 1, "log": "x A: y A: z"}, {"q": "b", "n": 2, "log": "nothing here"}]
     source = write_lines(tmp_path / "a.jsonl", rows)
-    made = load(source, plain, max_prompt_tokens=99, shuffle=False, template="Question {{{q}}} {n} Answer")
+    made = load_prompt_set(source, plain, max_prompt_tokens=99, shuffle=False, template="Question {{{q}}} {n} Answer")
     assert made.prompts == ["Question {a} 1 Answer", "Question {b} 2 Answer"]
     assert made.take(0, 2).columns == {"q": ["a", "b"], "n": [1, 2], "log": [row["log"] for row in rows]}
-    cut = load(source, plain, max_prompt_tokens=99, prompt_column="log", cut_after="A:", template="<{prompt}> {q}")
+    cut = load_prompt_set(
+        source, plain, max_prompt_tokens=99, prompt_column="log", cut_after="A:", template="<{prompt}> {q}"
+    )
     assert (cut.prompts, cut.unmatched, cut.dropped) == (["<x A: y A:> a"], 1, 0)
 
 
 def test_reward_functions_do_not_get_reserved_columns(tmp_path, plain):
     row = {"prompt": "a", "completion": "b", "completion_ids": [1], "completions": 1, "prompts": 2}
     row |= {"answer": None, "chosen": "c"}
-    batch = load(
+    batch = load_prompt_set(
         write_lines(tmp_path / "a.jsonl", [row, {"prompt": "b"}]), plain, max_prompt_tokens=9, shuffle=False
     ).take(0, 2)
     assert batch.columns == {"answer": [None, None], "chosen": ["c", None]}
@@ -148,16 +152,16 @@ def order(prompts, cursor, count):
 
 
 def test_an_epoch_visits_each_prompt_once_in_a_new_order(numbers, plain):
-    prompts = load(numbers, plain, max_prompt_tokens=4, seed=3)
+    prompts = load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=3)
     epochs = [order(prompts, 23 * epoch, 23) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert order(load(numbers, plain, max_prompt_tokens=4, seed=4), 0, 23) != epochs[0]
-    assert order(load(numbers, plain, max_prompt_tokens=4, shuffle=False), 0, 46) == list(range(23)) * 2
+    assert order(load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=4), 0, 23) != epochs[0]
+    assert order(load_prompt_set(numbers, plain, max_prompt_tokens=4, shuffle=False), 0, 46) == list(range(23)) * 2
 
 
 def test_take_is_a_function_of_seed_and_cursor(numbers, plain):
-    first, second = (load(numbers, plain, max_prompt_tokens=4, seed=3) for _ in range(2))
+    first, second = (load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=3) for _ in range(2))
     whole = order(first, 0, 200)
     for cursor in (170, 20, 23, 0, 99):  # in any order, across the ends of epochs
         assert order(second, cursor, 30) == whole[cursor : cursor + 30]
@@ -165,7 +169,7 @@ def test_take_is_a_function_of_seed_and_cursor(numbers, plain):
 
 
 def test_the_slices_of_two_ranks_make_the_batch_of_one_rank(numbers, plain):
-    prompts = load(numbers, plain, max_prompt_tokens=4)
+    prompts = load_prompt_set(numbers, plain, max_prompt_tokens=4)
     whole, left, right = prompts.take(20, 8), prompts.take(20, 4), prompts.take(24, 4)
     assert left.index + right.index == whole.index
     assert left.ids + right.ids == whole.ids
@@ -175,12 +179,12 @@ def test_the_slices_of_two_ranks_make_the_batch_of_one_rank(numbers, plain):
 
 def test_the_order_is_the_same_in_every_version(numbers, plain):
     """Fixed values: another order would break the resumption of existing runs."""
-    assert order(load(numbers, plain, max_prompt_tokens=4, seed=0), 0, 6) == [11, 3, 20, 13, 2, 21]
+    assert order(load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=0), 0, 6) == [11, 3, 20, 13, 2, 21]
 
 
 def test_shuffles_are_uniform(tmp_path, plain):
     source = write_lines(tmp_path / "three.jsonl", [{"prompt": "a", "number": i} for i in range(3)])
-    prompts = load(source, plain, max_prompt_tokens=4, seed=1)
+    prompts = load_prompt_set(source, plain, max_prompt_tokens=4, seed=1)
     seen = collections.Counter(tuple(order(prompts, 3 * epoch, 3)) for epoch in range(600))
     assert len(seen) == 6
     assert (
@@ -197,7 +201,7 @@ def test_visits_have_a_new_order_every_epoch():
 
 
 def test_a_batch_is_a_copy(numbers, plain):
-    prompts = load(numbers, plain, max_prompt_tokens=4)
+    prompts = load_prompt_set(numbers, plain, max_prompt_tokens=4)
     prompts.take(0, 1).ids[0].append(99)
     assert prompts.take(0, 1).ids == [ids("a")]
 
@@ -223,34 +227,34 @@ BOS, EOS = WORDS.index("<s>"), WORDS.index("</s>")
 def test_bos_and_eos(tmp_path, before, after, add_bos, expected):
     tokenizer = make_tokenizer(before, after, bos_token="<s>", eos_token="</s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}])
-    assert load(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
+    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
 
 
 def test_a_token_that_is_bos_and_eos_is_not_removed_from_an_empty_prompt(tmp_path):
     tokenizer = make_tokenizer(["<s>"], [], bos_token="<s>", eos_token="<s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}])
-    assert load(source, tokenizer, max_prompt_tokens=9, shuffle=False).ids == [[BOS], [BOS, *ids("a")]]
+    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, shuffle=False).ids == [[BOS], [BOS, *ids("a")]]
 
 
 def test_an_empty_prompt_needs_a_bos(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": ""}])
-    assert load(source, plain, max_prompt_tokens=9, shuffle=False).ids == [ids("a"), [BOS]]
+    assert load_prompt_set(source, plain, max_prompt_tokens=9, shuffle=False).ids == [ids("a"), [BOS]]
     with pytest.raises(ValueError, match="example 2 is empty, and the tokenizer has no BOS"):
-        load(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9)
+        load_prompt_set(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9)
     with pytest.raises(ValueError, match="no BOS token; omit add_bos"):
-        load(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9, add_bos=True)
+        load_prompt_set(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9, add_bos=True)
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": " ".join("a" * n), "n": n} for n in (1, 5, 3, 4)])
-    kept = load(source, plain, max_prompt_tokens=3, shuffle=False)
+    kept = load_prompt_set(source, plain, max_prompt_tokens=3, shuffle=False)
     assert (len(kept), kept.dropped, kept.take(0, 2).columns["n"]) == (2, 2, [1, 3])
     assert "2 prompts of 1 to 3 tokens; 2 dropped" in repr(kept)
-    assert load(source, plain, max_prompt_tokens=3, shuffle=False, limit=2).take(0, 2).columns["n"] == [1, 1]
+    assert load_prompt_set(source, plain, max_prompt_tokens=3, shuffle=False, limit=2).take(0, 2).columns["n"] == [1, 1]
     with pytest.raises(
         ValueError, match=r"all 2 prompts are longer than max_prompt_tokens = 2; the shortest has 3.*longest 4"
     ):
-        load(
+        load_prompt_set(
             write_lines(tmp_path / "b.jsonl", [{"prompt": "a b c"}, {"prompt": "a b c d"}]), plain, max_prompt_tokens=2
         )
 
@@ -274,9 +278,9 @@ REPLY = {"role": "assistant", "content": "a"}
 )
 def test_a_conversation_goes_through_the_chat_template(tmp_path, column, messages, prompt, text):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=CHAT)
-    batch = load(write_lines(tmp_path / "a.jsonl", [{column: messages, "n": 1}]), tokenizer, max_prompt_tokens=99).take(
-        0, 1
-    )
+    batch = load_prompt_set(
+        write_lines(tmp_path / "a.jsonl", [{column: messages, "n": 1}]), tokenizer, max_prompt_tokens=99
+    ).take(0, 1)
     assert batch.prompts == [prompt]
     assert batch.ids == [ids(text)]
     assert batch.columns == ({"n": [1]} if column == "prompt" else {"messages": [messages], "n": [1]})
@@ -285,7 +289,7 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path, column, message
 def test_texts_and_conversations_may_be_mixed(tmp_path):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=CHAT)
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}])
-    made = load(source, tokenizer, max_prompt_tokens=99, shuffle=False)
+    made = load_prompt_set(source, tokenizer, max_prompt_tokens=99, shuffle=False)
     assert made.ids == [ids("a"), ids(ASKED), ids("b")]
 
 
@@ -301,7 +305,7 @@ def test_texts_and_conversations_may_be_mixed(tmp_path):
 def test_bad_conversations_are_refused(tmp_path, messages, template, message):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
-        load(write_lines(tmp_path / "a.jsonl", [{"prompt": messages}]), tokenizer, max_prompt_tokens=99)
+        load_prompt_set(write_lines(tmp_path / "a.jsonl", [{"prompt": messages}]), tokenizer, max_prompt_tokens=99)
 
 
 # --- Refused arguments ------------------------------------------------------------------------------------------------
@@ -330,7 +334,7 @@ def test_bad_conversations_are_refused(tmp_path, messages, template, message):
 )
 def test_bad_options_are_refused(tmp_path, plain, options, message):
     with pytest.raises(ValueError, match=message):
-        load(write_lines(tmp_path / "a.jsonl", ROWS), plain, **{"max_prompt_tokens": 9, **options})
+        load_prompt_set(write_lines(tmp_path / "a.jsonl", ROWS), plain, **{"max_prompt_tokens": 9, **options})
 
 
 @pytest.mark.parametrize(
@@ -366,21 +370,21 @@ def test_bad_options_are_refused(tmp_path, plain, options, message):
 def test_bad_files_are_refused(tmp_path, plain, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        load(str(tmp_path / name), plain, max_prompt_tokens=9)
+        load_prompt_set(str(tmp_path / name), plain, max_prompt_tokens=9)
 
 
 def test_missing_sources_are_refused(tmp_path, plain):
     write_lines(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"There is no file .*trian.jsonl. Nearest: 'train.jsonl'"):
-        load(str(tmp_path / "trian.jsonl"), plain, max_prompt_tokens=9)
+        load_prompt_set(str(tmp_path / "trian.jsonl"), plain, max_prompt_tokens=9)
     with pytest.raises(ValueError, match=r"its folder .*nowhere does not exist"):
-        load(str(tmp_path / "nowhere" / "a.txt"), plain, max_prompt_tokens=9, separator="x")
+        load_prompt_set(str(tmp_path / "nowhere" / "a.txt"), plain, max_prompt_tokens=9, separator="x")
     with pytest.raises(ValueError, match=r"no-such/data-set:config .*cannot be loaded(.|\n)*no local file or folder"):
-        load("no-such/data-set:config", plain, max_prompt_tokens=9)
+        load_prompt_set("no-such/data-set:config", plain, max_prompt_tokens=9)
     with pytest.raises(ValueError, match=r"has no split 'test'. It has train"):
-        load(write_source("saved_dict", tmp_path), plain, max_prompt_tokens=9, split="test")
+        load_prompt_set(write_source("saved_dict", tmp_path), plain, max_prompt_tokens=9, split="test")
     with pytest.raises(ValueError, match=r"has no split 'dev'. It has test, train"):
-        load(write_source("folder", tmp_path), plain, max_prompt_tokens=9, split="dev")
+        load_prompt_set(write_source("folder", tmp_path), plain, max_prompt_tokens=9, split="dev")
 
 
 # --- Real data --------------------------------------------------------------------------------------------------------
@@ -388,7 +392,7 @@ def test_missing_sources_are_refused(tmp_path, plain):
 
 def test_tinystories(shared, stories):
     path = shared / "data" / "tinystories" / "tinystories_sample.txt"
-    prompts = load(str(path), stories, max_prompt_tokens=64, separator="<|endoftext|>", first_words=5)
+    prompts = load_prompt_set(str(path), stories, max_prompt_tokens=64, separator="<|endoftext|>", first_words=5)
     assert len(prompts) == sum(bool(story.strip()) for story in path.read_text().split("<|endoftext|>"))
     assert all(len(prompt.split()) == 5 for prompt in prompts.prompts)
     assert all(prompt[0] == 1 and 1 not in prompt[1:] for prompt in prompts.ids)  # BOS, and no EOS (the same id)
@@ -398,7 +402,9 @@ def test_tinystories(shared, stories):
 
 def test_hh_rlhf(shared, stories):
     path = shared / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
-    prompts = load(str(path), stories, max_prompt_tokens=384, prompt_column="chosen", cut_after="\n\nAssistant:")
+    prompts = load_prompt_set(
+        str(path), stories, max_prompt_tokens=384, prompt_column="chosen", cut_after="\n\nAssistant:"
+    )
     assert len(prompts) + prompts.dropped == 2312
     assert prompts.unmatched == 0
     assert prompts.dropped > 0
@@ -412,7 +418,9 @@ def test_hh_rlhf(shared, stories):
 
 def test_gsm8k(shared, stories):
     source = str(shared / "data" / "gsm8k" / "train.jsonl")
-    prompts = load(source, stories, max_prompt_tokens=512, template="Question: {question}\nAnswer:", limit=300)
+    prompts = load_prompt_set(
+        source, stories, max_prompt_tokens=512, template="Question: {question}\nAnswer:", limit=300
+    )
     batch = prompts.take(0, 100)
     assert len(prompts) + prompts.dropped == 300
     for prompt, question in zip(batch.prompts, batch.columns["question"], strict=True):
@@ -427,7 +435,7 @@ def test_a_tokenizer_with_few_letters(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     rows = write_lines(tmp_path / "sums.jsonl", [{"prompt": "</s>"}, {"prompt": "1+2="}])
-    assert load(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
+    assert load_prompt_set(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
         letters[letter] for letter in "1+2="
     ]
 
@@ -442,7 +450,7 @@ def test_encode_removes_an_appended_eos_like_load():
 def test_distinct_prompts(tmp_path, plain):
     texts = ["a b", "c", "a b", "d", "c", "e"]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
-    prompts = load(tmp_path / "prompts.txt", plain, max_prompt_tokens=9, shuffle=False)
+    prompts = load_prompt_set(tmp_path / "prompts.txt", plain, max_prompt_tokens=9, shuffle=False)
     kept = prompts.distinct([plain("d").input_ids])
     assert [kept.prompts[i] for i in range(len(kept))] == ["a b", "c", "e"]
     assert kept.take(0, 3).prompts == ["a b", "c", "e"]
@@ -501,7 +509,7 @@ def test_a_csv_column_is_text_unless_python_would_write_all_its_numbers_so(tmp_p
         f"{long},8,x,true,0,2.0,4,1,2.0,0,,,\r\n",
         newline="",
     )
-    rows = list(read(str(tmp_path / "a.csv")))
+    rows = list(read_rows(str(tmp_path / "a.csv")))
     assert [row["prompt"] for row in rows] == ["007", 'a, "b"\r\nc', long]
     assert [row["code"] for row in rows] == ["007", "10", "8"]
     assert [row["when"] for row in rows] == ["2024-01-01", "2024-01-02", "x"]
@@ -521,7 +529,7 @@ def test_a_text_without_tokens_is_refused(tmp_path, plain):
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
     write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}, {"prompt": "xx"}])
     with pytest.raises(ValueError, match=r"example 2: the tokenizer has no token for a str \('xx'\)"):
-        load(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)
+        load_prompt_set(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -552,7 +560,7 @@ def test_the_displayed_prompt_is_the_last_message(prompt, shown):
 def test_a_prompt_that_writes_bos_has_one(tmp_path, before, text, add_bos, expected):
     tokenizer = make_tokenizer(before, bos_token="<s>", eos_token="</s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": text}])
-    assert load(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
+    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
     if add_bos is None:
         assert encode(tokenizer, [text]) == [expected]
 
@@ -560,7 +568,7 @@ def test_a_prompt_that_writes_bos_has_one(tmp_path, before, text, add_bos, expec
 def test_a_rendered_prompt_has_the_ids_of_transformers(tmp_path, stories):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "<s>Once upon a time"}])
     expected = stories("<s>Once upon a time", add_special_tokens=False)["input_ids"]
-    assert load(source, stories, max_prompt_tokens=99).ids == [expected]
+    assert load_prompt_set(source, stories, max_prompt_tokens=99).ids == [expected]
     assert expected[0] == stories.bos_token_id != expected[1]
 
 
@@ -601,7 +609,7 @@ def write_folder(folder, files):
 def test_all_files_of_a_folder_are_read(tmp_path, plain, files, split, read_prompts):
     folder = write_folder(tmp_path / "data", files)
     (tmp_path / "data" / "README.md").write_text("# Prompts\n")
-    prompts = load(folder, plain, max_prompt_tokens=9, shuffle=False, split=split)
+    prompts = load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False, split=split)
     assert prompts.prompts == list(read_prompts)
     assert [row["prompt"] for row in stream(folder, split)] == list(read_prompts)
 
@@ -610,54 +618,54 @@ def test_all_files_of_a_folder_are_read(tmp_path, plain, files, split, read_prom
 def test_files_of_a_folder_that_cannot_be_read_are_named(tmp_path, plain, name):
     folder = write_folder(tmp_path / "data", {"a.jsonl": "ab", name: "cd"})
     with pytest.raises(ValueError, match=rf"would be left out: {name}\. Supported: \.jsonl .*another folder"):
-        load(folder, plain, max_prompt_tokens=9)
+        load_prompt_set(folder, plain, max_prompt_tokens=9)
 
 
 def test_links_that_would_be_left_out_are_named(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.jsonl": "ab"})
     other = write_folder(tmp_path / "other", {"b.jsonl": "cd"})
     (tmp_path / "data" / "c.jsonl").symlink_to(tmp_path / "other" / "b.jsonl")
-    assert load(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b", "c", "d"]
+    assert load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b", "c", "d"]
     (tmp_path / "data" / "more").symlink_to(other)
     (tmp_path / "data" / "lost.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(
         ValueError, match=r"left out: lost.jsonl \(a link to nothing\), more \(a link to a folder\)\. Sup"
     ):
-        load(folder, plain, max_prompt_tokens=9)
+        load_prompt_set(folder, plain, max_prompt_tokens=9)
 
 
 def test_documents_in_a_folder_are_no_prompts(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.txt": "ab", "README.txt": "cd", "LICENSE": "e", "CITATION.md": "f"})
-    assert load(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b"]
+    assert load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b"]
 
 
 def test_splits_of_a_folder_are_named(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"train.jsonl": "a", "test.jsonl": "b"})
     with pytest.raises(ValueError, match=r"no split 'dev'. It has test, train"):
-        load(folder, plain, max_prompt_tokens=9, split="dev")
+        load_prompt_set(folder, plain, max_prompt_tokens=9, split="dev")
     assert unread([(folder, "train")]) == [f"not read in {folder}: test.jsonl (split 'test')"]
     assert unread([(folder, "test")]) == [f"not read in {folder}: train.jsonl (split 'train')"]
     assert unread([(folder, "test"), (folder, "train")]) == []
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="has no data files"):
-        load(str(tmp_path / "none"), plain, max_prompt_tokens=9)
+        load_prompt_set(str(tmp_path / "none"), plain, max_prompt_tokens=9)
 
 
 def test_texts_of_a_folder_are_those_of_its_files(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.txt": ["a b", "c"], "b.txt": ["d"]})
-    assert load(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a b", "c", "d"]
-    documents = load(folder, plain, max_prompt_tokens=9, shuffle=False, separator="c")
+    assert load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a b", "c", "d"]
+    documents = load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False, separator="c")
     assert documents.prompts == ["a b", "d"]
     mixed = write_folder(tmp_path / "mixed", {"a.txt": ["a"], "b.jsonl": ["b"]})
     with pytest.raises(ValueError, match=r"separator = 'c' is for the documents of a text file .*b\.jsonl"):
-        load(mixed, plain, max_prompt_tokens=9, separator="c")
+        load_prompt_set(mixed, plain, max_prompt_tokens=9, separator="c")
 
 
 def test_a_folder_whose_readme_describes_it_is_read_as_it_says(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.jsonl": "a", "b.jsonl": "b"})
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.jsonl\n---\n# Prompts\n"
     (tmp_path / "data" / "README.md").write_text(card)
-    assert load(folder, plain, max_prompt_tokens=9).prompts == ["b"]
+    assert load_prompt_set(folder, plain, max_prompt_tokens=9).prompts == ["b"]
 
 
 # ---- inputs that would be ignored or misread ----
@@ -668,7 +676,7 @@ def test_a_pointer_of_git_lfs_is_no_data(tmp_path, plain, suffix):
     path = tmp_path / f"data{suffix}"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     with pytest.raises(ValueError, match=rf"data{suffix} is a pointer of Git LFS .* git lfs pull"):
-        load(str(path), plain, max_prompt_tokens=9)
+        load_prompt_set(str(path), plain, max_prompt_tokens=9)
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -681,37 +689,39 @@ def test_an_object_around_the_rows_is_refused(tmp_path, plain, content, key, ind
     with pytest.raises(
         ValueError, match=rf"one object, with the keys .*'data'.* a list of objects .* list {key}: write"
     ):
-        load(str(path), plain, max_prompt_tokens=9)
+        load_prompt_set(str(path), plain, max_prompt_tokens=9)
 
 
 def test_one_object_is_no_list(tmp_path, plain):
     path = tmp_path / "data.json"
     path.write_text(json.dumps({"prompt": {"0": "a", "1": "b"}}, indent=1))
     with pytest.raises(ValueError, match="one object, with the keys 'prompt', where a list of objects is expected"):
-        load(str(path), plain, max_prompt_tokens=9)
+        load_prompt_set(str(path), plain, max_prompt_tokens=9)
     path.write_text('{"prompt": "a", "tools": [{"type": "function", "function": {}}]}')  # a line with one row
-    assert load(str(path), plain, max_prompt_tokens=9).prompts == ["a"]
+    assert load_prompt_set(str(path), plain, max_prompt_tokens=9).prompts == ["a"]
 
 
 def test_a_file_has_no_splits(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"split = 'test', but .*a.jsonl is a single file"):
-        load(source, plain, max_prompt_tokens=9, split="test")
+        load_prompt_set(source, plain, max_prompt_tokens=9, split="test")
     with pytest.raises(ValueError, match="one saved data set, without splits, but split = 'test'"):
-        load(write_source("saved", tmp_path), plain, max_prompt_tokens=9, split="test")
+        load_prompt_set(write_source("saved", tmp_path), plain, max_prompt_tokens=9, split="test")
 
 
 def test_a_prompt_column_that_the_template_does_not_use(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"q": "a", "text": "b"}])
     with pytest.raises(ValueError, match=r"prompt_column = 'text', but the template 'Question \{q\}' .*\{text\}"):
-        load(source, plain, max_prompt_tokens=9, prompt_column="text", template="Question {q}")
-    assert load(source, plain, max_prompt_tokens=9, prompt_column="text", template="{text} {q}").prompts == ["b a"]
+        load_prompt_set(source, plain, max_prompt_tokens=9, prompt_column="text", template="Question {q}")
+    assert load_prompt_set(source, plain, max_prompt_tokens=9, prompt_column="text", template="{text} {q}").prompts == [
+        "b a"
+    ]
 
 
 def test_a_missing_number_is_no_text(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": 3}, {"prompt": float("nan")}])
     with pytest.raises(ValueError, match=r"example 2: column 'prompt' holds a float \(nan\) instead of a text"):
-        load(source, plain, max_prompt_tokens=9)
+        load_prompt_set(source, plain, max_prompt_tokens=9)
 
 
 # ---- held-out prompts ----
@@ -720,7 +730,7 @@ def test_a_missing_number_is_no_text(tmp_path, plain):
 def test_held_out_prompts_do_not_depend_on_the_seed(numbers, plain):
     orders = []
     for seed in (0, 1, 2):
-        _, held_out = load(numbers, plain, max_prompt_tokens=4, seed=seed).split(8)
+        _, held_out = load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=seed).split(8)
         orders.append(order(held_out, 0, 8))
     assert orders[0] == orders[1] == orders[2]
     assert sorted(orders[0]) == list(range(15, 23))
@@ -728,7 +738,7 @@ def test_held_out_prompts_do_not_depend_on_the_seed(numbers, plain):
 
 def test_prompts_of_a_set_are_dropped_and_counted(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": p, "n": i} for i, p in enumerate("abcabd")])
-    prompts = load(source, plain, max_prompt_tokens=9, shuffle=False)
+    prompts = load_prompt_set(source, plain, max_prompt_tokens=9, shuffle=False)
     rest = prompts.without([ids("a"), ids("e")])
     assert (rest.prompts, rest.shared, rest.columns) == (["b", "c", "b", "d"], 2, {"n": [1, 2, 4, 5]})
     assert "2 dropped with a held-out prompt" in repr(rest)
@@ -739,12 +749,14 @@ def test_prompts_of_a_set_are_dropped_and_counted(tmp_path, plain):
 
 def test_held_out_prompts_have_all_columns_of_their_source(tmp_path, plain):
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b"}]
-    _, held_out = load(write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=9, shuffle=False).split(1)
+    _, held_out = load_prompt_set(
+        write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=9, shuffle=False
+    ).split(1)
     assert held_out.take(0, 1).columns == {"answer": [None]}
 
 
 def test_prompts_that_are_left_out_have_reasons(tmp_path, plain):
     rows = [{"prompt": "a x b"}, {"prompt": "a a a x b"}, {"prompt": "b"}]
-    loaded = load(write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=2, cut_after="x")
+    loaded = load_prompt_set(write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=2, cut_after="x")
     assert loaded.left_out == {"dropped as too long": 1, "without cut_after": 1}
-    assert load(write_lines(tmp_path / "b.jsonl", ROWS), plain, max_prompt_tokens=9).left_out == {}
+    assert load_prompt_set(write_lines(tmp_path / "b.jsonl", ROWS), plain, max_prompt_tokens=9).left_out == {}

@@ -61,7 +61,7 @@ def work(request, tmp_path_factory):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + float(parameter.dim() == 1))
     model.save_pretrained(root / "policy")
     tokenizer.save_pretrained(root / "policy")
-    value, _ = reward_model.load(str(root / "base"), seed=0)
+    value, _ = reward_model.load_reward_model(str(root / "base"), seed=0)
     with torch.no_grad():
         value.head.weight.mul_(5.0)
     reward_model.save(value, root / "value", tokenizer=tokenizer, pad=0, max_length=64)
@@ -87,7 +87,7 @@ def by_hand(theirs, ids, sampling, seed, index, place):
 def read(work):
     tokenizer = AutoTokenizer.from_pretrained(work / "policy")
     theirs = AutoModelForCausalLM.from_pretrained(work / "policy").eval()
-    ours = transformers_backend.load(work / "policy")
+    ours = transformers_backend.load_frozen(work / "policy")
     assert isinstance(ours, TransformersModel)
     return ours, theirs, tokenizer, [tokenizer(text).input_ids for text in PROMPTS]
 
@@ -110,7 +110,7 @@ def test_samples_equal_the_loop_over_transformers(work, max_rows):
 def test_a_search_equals_algorithms_4_and_5_by_hand(work):
     """The value model is a decoder."""
     ours, theirs, _, ids = read(work)
-    model, _ = reward_model.load(str(work / "value"))
+    model, _ = reward_model.load_reward_model(str(work / "value"))
     how, sampling = Search(2, 3, 2), Sampling(max_new_tokens=6, stop_ids=(EOS, 20, 21))
     found, cost = guided_search.search(ours, ids, how, sampling, [(ModelValue("value", model, 6), 0.5)], seed=3)
     tokens = 0
@@ -167,7 +167,7 @@ def test_a_model_that_loses_its_state_between_steps_is_refused(tmp_path, capsys)
 def test_float64_models_are_sampled_from_float32_logits(work):
     """transformers' `generate` samples from float32 logits."""
     ours, theirs = (
-        transformers_backend.load(work / "policy", dtype=torch.float64),
+        transformers_backend.load_frozen(work / "policy", dtype=torch.float64),
         AutoModelForCausalLM.from_pretrained(work / "policy"),
     )
     prompts, sampling = [[3, 4, 5], [6, 7]], Sampling(max_new_tokens=4)
@@ -179,16 +179,16 @@ def test_float64_models_are_sampled_from_float32_logits(work):
 
 
 def test_the_context_of_mpt_has_another_key():
-    assert transformers_backend.Limits.of(MptConfig(max_seq_len=64)).context == 64
+    assert transformers_backend.ConfigLimits.of(MptConfig(max_seq_len=64)).context == 64
 
 
 def test_a_supported_family_uses_the_decoder(tmp_path):
     tiny_model(tmp_path, "llama")
-    assert isinstance(transformers_backend.load(tmp_path), decoder.Decoder)
+    assert isinstance(transformers_backend.load_frozen(tmp_path), decoder.Decoder)
     assert transformers_backend.note(tmp_path) == ""
     theirs = TransformersModel(AutoModelForCausalLM.from_pretrained(tmp_path))
     prompts, sampling = [[3, 4], [5, 6, 7]], Sampling(max_new_tokens=6)
-    ours = generate(transformers_backend.load(tmp_path), prompts, 3, sampling, seed=2)
+    ours = generate(transformers_backend.load_frozen(tmp_path), prompts, 3, sampling, seed=2)
     assert theirs.generate(prompts, 3, sampling, seed=2).completion_ids() == ours.completion_ids()
     assert theirs.shape.context == decoder.load(tmp_path).shape.context
 

@@ -28,7 +28,7 @@ def soon(monkeypatch):
 def adapted():
     """The embedded model with adapters that change it."""
     model = decoder.load(SOURCE, shard=lambda m: lora.attach(m, LORA, torch.float32))
-    adapters.begin(model, LORA, 0)
+    adapters.init_adapters(model, LORA, 0)
     train_adapters(model, 1)
     return model
 

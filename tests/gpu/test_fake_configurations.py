@@ -99,7 +99,7 @@ def work(tmp_path_factory):
     config = AutoConfig.from_pretrained(root / "models/llama", num_labels=1)
     random_(LlamaForSequenceClassification(config)).save_pretrained(root / "models/classifier")
     tokenizer.save_pretrained(root / "models/classifier")
-    value, _ = reward_model.load(str(root / "models/llama"), seed=0)
+    value, _ = reward_model.load_reward_model(str(root / "models/llama"), seed=0)
     reward_model.save(value, root / "models/value", tokenizer=tokenizer, pad=0, max_length=64)
     (root / "prompts.jsonl").write_text("".join(f'{{"prompt": "w{i} w{i + 1}"}}\n' for i in range(10)))
     (root / "rewards.py").write_text(REWARDS)

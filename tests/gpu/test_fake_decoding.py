@@ -43,7 +43,7 @@ def build(family, layers, adapter=None):
     if adapter is None:
         return model.to(torch.bfloat16)
     lora.attach(model, adapter, torch.bfloat16)
-    adapters.begin(model, adapter, 0)
+    adapters.init_adapters(model, adapter, 0)
     return model
 
 

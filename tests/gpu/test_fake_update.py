@@ -48,7 +48,7 @@ def make_learner(loss, micro_batch_tokens, adapter=None):
         model.to(torch.bfloat16)
     else:
         lora.attach(model, adapter, torch.bfloat16)
-        adapters.begin(model, adapter, 0)
+        adapters.init_adapters(model, adapter, 0)
     model.to("cuda:0")
     optim = OptimConfig()
     return Learner(

@@ -154,14 +154,14 @@ def test_gradients_of_a_sharded_model(gpu_or_cpu, models, parallel, adapter):
             prepare = partial(fsdp.prepare, **options)
             model = decoder.load(models("qwen2"), device=ranks.device, shard=prepare)
             if adapter is not None:
-                adapters.begin(model, adapter, 0)
+                adapters.init_adapters(model, adapter, 0)
             found = gradients(model, ranks.device)
             del model
     plain = decoder.load(
         models("qwen2"), shard=None if adapter is None else partial(adapters_in_float32, config=adapter)
     )
     if adapter is not None:
-        adapters.begin(plain, adapter, 0)
+        adapters.init_adapters(plain, adapter, 0)
     truth = gradients(plain, CPU)
     check(found, truth, 0.05, planted=1.1 * truth)
 

@@ -120,7 +120,7 @@ def opt(tmp_path_factory):
 
 def test_a_model_of_transformers(gpu_or_cpu, opt):
     def on(device, temperature=0.9):
-        model = transformers_backend.load(opt, device=device)
+        model = transformers_backend.load_frozen(opt, device=device)
         sampling = Sampling(max_new_tokens=10, stop_ids=(2, 3, 4), temperature=temperature)
         rollout = engine_of(model).generate(PROMPTS, 3, sampling, seed=1)
         return rollout.tokens.cpu(), rollout.logprobs.cpu()

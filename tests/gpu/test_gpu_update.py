@@ -44,13 +44,13 @@ def trained(cfg, folder, device, *, flipped=False):
     prepared = None if adapter is None else lambda model: lora.attach(model, adapter, torch.float32)
     model = decoder.load(folder, device=device, shard=prepared)
     if adapter is not None:
-        adapters.begin(model, adapter, 0)
+        adapters.init_adapters(model, adapter, 0)
     model.configure(cfg.model.activation_checkpointing)
     reference = model
     if adapter is None:
         reference = decoder.load(folder, device=device).requires_grad_(False)
     cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
-    value = critic.make(cfg, model, ranks, torch.float32) if cfg.loss.algorithm == "ppo" else None
+    value = critic.make_critic(cfg, model, ranks, torch.float32) if cfg.loss.algorithm == "ppo" else None
     learner = Learner(
         model=model,
         reference=reference if cfg.loss.beta > 0 else None,

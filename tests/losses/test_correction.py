@@ -30,7 +30,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.losses.correction import metrics
 from nlgrpo.model import decoder
 from nlgrpo.objectives.aggregation import combine
-from nlgrpo.objectives.importance_sampling import Correction, kl_sum, parse
+from nlgrpo.objectives.importance_sampling import Correction, kl_sum, parse_correction
 from nlgrpo.objectives.registry import BestOfN, Mean, WorstOfN
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.distributed import Ranks
@@ -73,26 +73,26 @@ def sampled(folders):
     ],
 )
 def test_ratios_are_truncated_or_masked(text, ratio, expected):
-    correction = parse(text)
+    correction = parse_correction(text)
     assert str(correction) == text
     assert correction.cut(torch.tensor(ratio)).tolist() == pytest.approx(expected)
 
 
 def test_no_correction():
-    assert parse("none") is None
+    assert parse_correction("none") is None
     assert LossConfig().correction == "none"
 
 
 @pytest.mark.parametrize("text", ["", "tis", "tis:", "tis:a", "tis:1:2", "mis:1", "mis:1:2:3", "ris:2", "tis:nan", "2"])
 def test_an_unknown_correction_is_refused(text):
     with pytest.raises(ValueError, match=r"expected 'none', 'tis:C' or 'mis:LOW:HIGH'"):
-        parse(text)
+        parse_correction(text)
 
 
 @pytest.mark.parametrize("text", ["tis:0", "tis:-1", "mis:2:1", "mis:-1:1", "mis:1:1"])
 def test_bounds_that_are_not_ordered_are_refused(text):
     with pytest.raises(ValueError, match="expected bounds 0 <= LOW < HIGH"):
-        parse(text)
+        parse_correction(text)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -134,7 +134,7 @@ def test_metrics(folders, sampled):
     learner = make_learner(folders[0], LossConfig(correction="mis:0.7:1.3"))
     corrected = learner.corrected(sampled)
     found = metrics(corrected.sums, corrected.extremes)
-    policy = learner.score(learner.model, sampled)
+    policy = learner.logprobs_of(learner.model, sampled)
     w = (policy - sampled.logprobs.flatten(0, 1)).sum(-1).exp()
     kept = torch.where((w >= 0.7) & (w <= 1.3), w, 0)
     name = "sampling/importance_sampling_ratio"
@@ -193,7 +193,7 @@ def test_weights_of_1_are_no_correction(folders, sampled):
     adv, updated = some_advantages(), []
     for correction in ("none", "tis:2"):
         learner = make_learner(folders[0], LossConfig(beta=0.0, epochs=2, minibatches=2, correction=correction))
-        own = learner.score(learner.model, sampled).view(sampled.tokens.shape)
+        own = learner.logprobs_of(learner.model, sampled).view(sampled.tokens.shape)
         rollout = Rollout(sampled.prompt_ids, sampled.tokens, own, sampled.lengths, sampled.finished)
         learner.update(rollout, adv, step=0, lr=0.01, beta=0.0, corrected=learner.corrected(rollout))
         updated.append([p.detach().clone() for p in learner.model.parameters()])
@@ -301,7 +301,7 @@ def test_a_filter_is_another_sampler(folders, sampling):
     rollout = generation.generate(model, [[5, 6], [7]], 4, sampling, seed=1)
     learner = make_learner(folders[0], LossConfig())
     ratios = Correction("tis", 0.0, math.inf, "token").ratios(
-        learner.score(learner.model, rollout), rollout.logprobs.flatten(0, 1), rollout.lengths.flatten()
+        learner.logprobs_of(learner.model, rollout), rollout.logprobs.flatten(0, 1), rollout.lengths.flatten()
     )
     theirs, kept = folders[1]["policy"], []
     for r, completion in enumerate(rollout.completion_ids()):
@@ -338,4 +338,4 @@ def test_a_correction_that_does_not_fit_is_refused(arguments, message):
 
     cfg, _ = from_arguments(["length-bon", *arguments])
     with pytest.raises(ValueError, match=message):
-        validate.check(cfg)
+        validate.check_config(cfg)

@@ -7,11 +7,27 @@ import pytest
 import torch
 
 from nlgrpo import kernels
-from nlgrpo.losses.policy import packed_loss, packed_loss_from_hidden, sequence_log_ratio, token_weights
+from nlgrpo.kernels.reference import PolicyLossSettings
+from nlgrpo.losses import policy
+from nlgrpo.losses.policy import sequence_log_ratio, token_weights
 
 LENGTHS = torch.tensor([5, 1, 0, 7, 3])
 KINDS = ["grpo", "bnpo", "dapo", "dr_grpo"]
 SURROGATES = ["ppo", "cispo", "reinforce"]
+
+
+def with_settings(loss):
+    """Return a loss that takes the fields of its settings as keywords."""
+
+    def called(*tensors, **options):
+        given = {name: options.pop(name) for name in PolicyLossSettings._fields if name in options}
+        return loss(*tensors, **options, settings=PolicyLossSettings(**given))
+
+    return called
+
+
+packed_loss = with_settings(policy.packed_loss)
+packed_loss_from_hidden = with_settings(policy.packed_loss_from_hidden)
 
 
 def batch(seed=1):

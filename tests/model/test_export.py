@@ -34,7 +34,7 @@ def work(tmp_path_factory):
     tiny_model(root / "words")
     for case in FAMILIES:
         random_model(case).save_pretrained(root / case)
-    model, _ = reward_model.load(str(root / "llama"), seed=5)
+    model, _ = reward_model.load_reward_model(str(root / "llama"), seed=5)
     (root / "reward").mkdir()
     (root / "reward" / "config.json").write_text(f'{{"model": {{"path": "{root / "llama"}"}}}}')
     with torch.no_grad():
@@ -68,7 +68,7 @@ def on_rank(rank, root, world):
             fsdp.save_on_first(model, dtype, ranks, folder, lambda pairs, write=write: write(parameters=pairs))
             assert (folder / FILE).is_file()  # on every rank: complete on return
     for name in (*FAMILIES, CHECKPOINT):
-        model, trained = reward_model.load(str(root / name), seed=3, shard=shard)
+        model, trained = reward_model.load_reward_model(str(root / name), seed=3, shard=shard)
         assert trained == (name == CHECKPOINT)
         read[f"{name} score"] = full_tensors(model)
         folder = root / f"{name} score {world}"
@@ -114,7 +114,7 @@ def on_mesh(rank, root):
 @pytest.mark.parametrize("case", FAMILIES)
 def test_shards_that_are_read_make_the_model_of_one_rank(work, case):
     truth = full_tensors(decoder.load(work / case))
-    theirs = full_tensors(reward_model.load(str(work / case), seed=3)[0])
+    theirs = full_tensors(reward_model.load_reward_model(str(work / case), seed=3)[0])
     for world in (2, 3):
         for rank in range(world):
             found = torch.load(work / f"{world}-{rank}.pt")
@@ -124,8 +124,8 @@ def test_shards_that_are_read_make_the_model_of_one_rank(work, case):
 
 
 def test_a_checkpoint_is_read_sharded(work):
-    begun, begun_trained = reward_model.load(str(work / "llama"), seed=5)
-    saved, trained = reward_model.load(str(work / CHECKPOINT), seed=3)
+    begun, begun_trained = reward_model.load_reward_model(str(work / "llama"), seed=5)
+    saved, trained = reward_model.load_reward_model(str(work / CHECKPOINT), seed=3)
     assert (begun_trained, trained) == (False, True)
     for rank in range(2):
         found = torch.load(work / f"2-{rank}.pt")[f"{CHECKPOINT} score"]
@@ -135,8 +135,8 @@ def test_a_checkpoint_is_read_sharded(work):
 
 
 def test_a_checkpoint_is_read_in_another_dtype(work):
-    exact, _ = reward_model.load(str(work / CHECKPOINT))
-    rounded, _ = reward_model.load(str(work / CHECKPOINT), dtype=torch.bfloat16)
+    exact, _ = reward_model.load_reward_model(str(work / CHECKPOINT))
+    rounded, _ = reward_model.load_reward_model(str(work / CHECKPOINT), dtype=torch.bfloat16)
     for ours, truth in zip(rounded.parameters(), exact.parameters(), strict=True):
         assert torch.equal(ours, truth.bfloat16())
 
@@ -161,7 +161,7 @@ def test_transformers_reads_the_same_tensors_from_any_number_of_ranks(work, case
 
 @pytest.mark.parametrize("name", [*FAMILIES, CHECKPOINT])
 def test_transformers_reads_the_same_classifier_from_any_number_of_ranks(work, name, tmp_path):
-    ours, _ = reward_model.load(str(work / name), seed=3)
+    ours, _ = reward_model.load_reward_model(str(work / name), seed=3)
     tokenizer = AutoTokenizer.from_pretrained(work / "words")
     reward_model.save(ours, tmp_path, tokenizer=tokenizer, pad=0, max_length=64)
     for folder in (tmp_path, work / f"{name} score 2", work / f"{name} score 3"):

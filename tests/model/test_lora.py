@@ -36,7 +36,7 @@ TARGETS = {
 def adapted(folder, config=PLAIN, *, dtype=torch.float64, seed=0, noise=True):
     """Our model of ``folder`` with adapters; with ``noise``, those that start at 0 are random too."""
     model = decoder.load(folder, dtype=dtype, shard=lambda m: lora.attach(m, config, dtype))
-    adapters.begin(model, config, seed)
+    adapters.init_adapters(model, config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     if noise:
         with torch.no_grad():
@@ -113,7 +113,7 @@ def test_embeddings_and_head_trained_in_full(case, base, tmp_path):
     with lora.disabled(ours):
         close(ours(tokens, LENGTHS), plain)
     again = adapted(folder, config, seed=5)
-    adapters.load(again, adapters.read(tmp_path / "adapter"))
+    adapters.load_adapter(again, adapters.read_adapter(tmp_path / "adapter"))
     close(again(tokens, LENGTHS), ours(tokens, LENGTHS), 0)
 
 
@@ -131,7 +131,7 @@ def test_an_adapter_that_peft_wrote_continues(case, base, tmp_path):
     )  # fmt: skip
     model = peft.get_peft_model(theirs.double(), config).eval()
     model.save_pretrained(tmp_path / "adapter")
-    read = adapters.read(tmp_path / "adapter")
+    read = adapters.read_adapter(tmp_path / "adapter")
     assert (read.config.rank, read.config.alpha, read.config.rslora) == (4, 6.0, True)
     ours = adapted(folder, replace(read.config, path=str(tmp_path / "adapter")), noise=False)
     tokens = tokens_for(99)
@@ -225,7 +225,7 @@ def test_a_new_adapter_changes_nothing_and_has_pefts_distribution(base):
 def test_frozen_bfloat16_weights_beside_float32_adapters(base):
     _, folder = base("llama")
     ours = decoder.load(folder, dtype=torch.float32, shard=lambda m: lora.attach(m, PLAIN, torch.bfloat16))
-    adapters.begin(ours, PLAIN, 0)
+    adapters.init_adapters(ours, PLAIN, 0)
     dtypes = {p.dtype for p in ours.parameters() if not p.requires_grad}
     assert dtypes == {torch.bfloat16}
     assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
@@ -262,7 +262,7 @@ def on_rank(rank, folder, compute):
 
     stored = torch.float32 if compute == torch.bfloat16 else compute
     model = decoder.load(folder / "base", dtype=stored, shard=prepare)
-    adapters.begin(model, replace(PLAIN, path=str(folder / "adapter")), 0)
+    adapters.init_adapters(model, replace(PLAIN, path=str(folder / "adapter")), 0)
     tokens = tokens_for(99)
     model(tokens, LENGTHS, head=lambda hidden, weight: hidden.float() @ weight.T.float()).square().mean().backward()
     gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
@@ -276,7 +276,7 @@ def test_two_ranks_equal_one(compute, base, tmp_path):
     _, folder = base("qwen2")
     stored = torch.float32
     one = decoder.load(folder, dtype=stored, shard=lambda m: lora.attach(m, PLAIN, compute))
-    adapters.begin(one, PLAIN, 0)
+    adapters.init_adapters(one, PLAIN, 0)
     with torch.no_grad():
         for name, parameter in one.named_parameters():
             if ".lora_B." in name:
@@ -326,7 +326,7 @@ def test_damaged_and_foreign_adapters(base, tmp_path):
     ours, adapter = adapted(folder), tmp_path / "adapter"
     save(ours, adapter, PLAIN)
     with pytest.raises(ValueError, match=r"has no adapter_config\.json, so it is not an adapter"):
-        adapters.read(folder)
+        adapters.read_adapter(folder)
     tensors = load_file(adapter / adapters.WEIGHTS)
     name = next(iter(tensors))
     for changed, said in (
@@ -336,24 +336,24 @@ def test_damaged_and_foreign_adapters(base, tmp_path):
     ):
         save_file(changed, adapter / adapters.WEIGHTS)
         with pytest.raises(ValueError, match=said):
-            adapters.load(ours, adapters.read(adapter))
+            adapters.load_adapter(ours, adapters.read_adapter(adapter))
     (adapter / adapters.WEIGHTS).write_bytes(b"\x00" * 40)
     with pytest.raises(ValueError, match="is not a readable adapter"):
-        adapters.read(adapter)
+        adapters.read_adapter(adapter)
     (adapter / adapters.WEIGHTS).unlink()
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
-        adapters.read(adapter)
+        adapters.read_adapter(adapter)
 
 
 def test_names_that_the_model_does_not_have(base):
     _, folder = base("llama-tied-bias")
     shape = decoder.load(folder).shape
     with pytest.raises(ValueError, match=r"no linear layer 'c_attn'; it has q_proj, k_proj, .*'all-linear'"):
-        lora.check(replace(PLAIN, target_modules=("c_attn",)), shape)
+        lora.check_layers(replace(PLAIN, target_modules=("c_attn",)), shape)
     with pytest.raises(ValueError, match="'norm' is not one of embed_tokens"):
-        lora.check(replace(PLAIN, modules_to_save=("norm",)), shape)
+        lora.check_layers(replace(PLAIN, modules_to_save=("norm",)), shape)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
-        lora.check(replace(PLAIN, modules_to_save=("embed_tokens",)), shape)
+        lora.check_layers(replace(PLAIN, modules_to_save=("embed_tokens",)), shape)
 
 
 def test_values_out_of_range():
@@ -397,7 +397,7 @@ def test_merged_weights_are_rounded_once(base):
     """Base weights in bfloat16 beside adapters in float32, as on a GPU."""
     _, folder = base("llama")
     ours = decoder.load(folder, dtype=torch.float32, shard=lambda m: lora.attach(m, PLAIN, torch.bfloat16))
-    adapters.begin(ours, PLAIN, 0)
+    adapters.init_adapters(ours, PLAIN, 0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if ".lora_B." in name:

@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 def test_biases_that_the_config_does_not_have(folder):
     add(folder, {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(48) for i in range(3)})
-    for load in (decoder.load, reward_model.load):
+    for load in (decoder.load, reward_model.load_reward_model):
         with pytest.raises(
             ValueError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias, .*attention_bias"
         ):
@@ -88,15 +88,15 @@ def test_a_value_head_of_trl_is_listed_for_a_policy_and_refused_for_a_reward_mod
     assert "v_head.summary.bias, v_head.summary.weight" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), truth.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"value head of TRL \(v_head\..*score\.weight"):
-        reward_model.load(str(folder))
+        reward_model.load_reward_model(str(folder))
 
 
 def test_a_classifier_is_no_policy(tmp_path, capsys):
     tiny_model(tmp_path / "base")
-    model, _ = reward_model.load(str(tmp_path / "base"))
+    model, _ = reward_model.load_reward_model(str(tmp_path / "base"))
     folder = tmp_path / "classifier"
     reward_model.save(model, folder, tokenizer=load_tokenizer(tmp_path / "base"), pad=0, max_length=64)
-    assert reward_model.load(str(folder))[1]
+    assert reward_model.load_reward_model(str(folder))[1]
     said = r"LlamaForSequenceClassification.*expected a causal language model.*classifier\(path"
     with pytest.raises(ValueError, match=said):
         decoder.load(folder)
@@ -119,15 +119,15 @@ def test_models_that_transformers_runs_are_checked_as_well(tmp_path):
     )  # fmt: skip
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     theirs.save_pretrained(tmp_path)
-    transformers_backend.load(tmp_path)
+    transformers_backend.load_frozen(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = load_file(file)
     add(tmp_path, {"model.decoder.layers.1.fc1.weight": torch.ones(32, 16)})
     with pytest.raises(ValueError, match=r"no place for: model\.decoder\.layers\.1\.fc1\.weight"):
-        transformers_backend.load(tmp_path)
+        transformers_backend.load_frozen(tmp_path)
     save_file({k: v for k, v in whole.items() if k != "lm_head.weight"}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"no tensor 'lm_head\.weight'.*random"):
-        transformers_backend.load(tmp_path)
+        transformers_backend.load_frozen(tmp_path)
 
 
 def test_what_transformers_does_not_load_is_refused_inside_of_the_model_and_listed_outside(folder, caplog):
@@ -144,7 +144,7 @@ def test_what_transformers_does_not_load_is_refused_inside_of_the_model_and_list
 
 def test_a_classifier_as_a_reward_is_checked_too(tmp_path):
     tiny_model(tmp_path / "base")
-    model, _ = reward_model.load(str(tmp_path / "base"))
+    model, _ = reward_model.load_reward_model(str(tmp_path / "base"))
     reward_model.save(model, tmp_path / "rm", tokenizer=load_tokenizer(tmp_path / "base"), pad=0, max_length=64)
     Classifier(str(tmp_path / "rm"))
     add(tmp_path / "rm", {"model.layers.0.self_attn.q_proj.bias": torch.ones(24)})
@@ -166,7 +166,7 @@ def test_quantised_models_are_named_as_such(method, folder):
     with pytest.raises(ValueError, match=rf"is quantised: it has '{name}\.q\w+' in place of .*dequantise"):
         decoder.load(folder)
     change(folder, quantization_config={"quant_method": method, "bits": 4})
-    for load in (decoder.load, reward_model.load):
+    for load in (decoder.load, reward_model.load_reward_model):
         with pytest.raises(ValueError, match=rf"quantization_config \({method}\).*Use the model that it was made from"):
             load(str(folder))
 
@@ -215,7 +215,7 @@ def test_pointers_of_git_lfs(folder, tmp_path):
     (tmp_path / "adapter" / adapters.CONFIG).write_text("{}")
     (tmp_path / "adapter" / adapters.WEIGHTS).write_text(POINTER)
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is a pointer of Git LFS"):
-        adapters.read(tmp_path / "adapter")
+        adapters.read_adapter(tmp_path / "adapter")
 
 
 def test_a_tokenizer_that_needs_sentencepiece(folder, monkeypatch):
@@ -277,7 +277,7 @@ def test_an_adapter_is_no_model(adapter, capsys):
 def test_every_key_that_peft_writes_is_known(adapter):
     saved = json.loads((adapter / adapters.CONFIG).read_text())
     assert len(saved) > 25
-    assert adapters.read(adapter).config.rank == 2
+    assert adapters.read_adapter(adapter).config.rank == 2
 
 
 @pytest.mark.parametrize(
@@ -288,16 +288,16 @@ def test_keys_that_change_an_adapter(key, value, adapter):
     file = adapter / adapters.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=f"{key} = .*expected"):
-        adapters.read(adapter)
+        adapters.read_adapter(adapter)
 
 
 def test_prefixes_of_wrappers_in_an_adapter(adapter, folder):
     file = adapter / adapters.WEIGHTS
     save_file({f"_orig_mod.{name}": x for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
-    read = adapters.read(adapter)
+    read = adapters.read_adapter(adapter)
     model = decoder.load(folder, shard=lambda m: lora.attach(m, read.config, torch.float32))
     with pytest.raises(ValueError, match=r"prefix '_orig_mod\.', which torch\.compile.*adds"):
-        adapters.load(model, read)
+        adapters.load_adapter(model, read)
 
 
 # --- what transformers 4 reads ----------------------------------------------------------------------------------------

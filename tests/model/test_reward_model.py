@@ -57,7 +57,7 @@ def new_reward_model(case, folder, **options):
     """A random causal model of transformers, and the reward model that starts from it."""
     theirs = random_model(case)
     theirs.save_pretrained(folder)
-    return theirs, reward_model.load(str(folder), **options)
+    return theirs, reward_model.load_reward_model(str(folder), **options)
 
 
 # --- scores and directories -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_scores_equal_transformers(case, tmp_path, tokenizer):
         torch.testing.assert_close(their_scores(again.eval(), rows), found, atol=1e-5, rtol=1e-5)
     assert found.std() > 0.1
 
-    back, trained = reward_model.load(str(tmp_path / "out"))
+    back, trained = reward_model.load_reward_model(str(tmp_path / "out"))
     assert trained
     with torch.no_grad():
         assert torch.equal(our_scores(back, rows), found)
@@ -98,7 +98,7 @@ def test_a_classifier_of_transformers_keeps_its_head(case, tmp_path):
     theirs = AutoModelForSequenceClassification.from_config(config).eval()
     torch.nn.init.normal_(theirs.score.weight)
     theirs.save_pretrained(tmp_path)
-    ours, trained = reward_model.load(str(tmp_path), seed=8)
+    ours, trained = reward_model.load_reward_model(str(tmp_path), seed=8)
     assert trained
     with torch.no_grad():
         torch.testing.assert_close(
@@ -109,7 +109,7 @@ def test_a_classifier_of_transformers_keeps_its_head(case, tmp_path):
 def test_a_trained_reward_model_scores_as_in_transformers(shared):
     folder = shared / "models" / "sentiment-rm-656k"
     theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    ours, trained = reward_model.load(str(folder))
+    ours, trained = reward_model.load_reward_model(str(folder))
     rows = [[1, 50, 60, 70, 2], [1, 900, 2], [1, 4, 2], [1, *range(100, 400), 2]]
     with torch.no_grad():
         torch.testing.assert_close(our_scores(ours, rows), their_scores(theirs, rows), atol=1e-5, rtol=1e-5)
@@ -131,10 +131,10 @@ def test_the_saved_tokenizer_pads_as_the_model_expects(tmp_path, tokenizer):
 
 def test_a_new_head_depends_on_the_seed_and_has_the_right_std(tmp_path):
     _, (first, _) = new_reward_model("llama", tmp_path, seed=1)
-    again, other = (reward_model.load(str(tmp_path), seed=seed)[0] for seed in (1, 2))
+    again, other = (reward_model.load_reward_model(str(tmp_path), seed=seed)[0] for seed in (1, 2))
     assert torch.equal(first.head.weight, again.head.weight)
     assert not torch.equal(first.head.weight, other.head.weight)
-    heads = torch.cat([reward_model.load(str(tmp_path), seed=seed)[0].head.weight for seed in range(20)])
+    heads = torch.cat([reward_model.load_reward_model(str(tmp_path), seed=seed)[0].head.weight for seed in range(20)])
     assert heads.detach().std().item() == pytest.approx(49**-0.5, rel=0.1)  # 960 draws: one sigma is 2.3%
 
 
@@ -156,7 +156,7 @@ def test_tied_embeddings_stored_as_the_head_are_not_random(case, embedding, tmp_
     random = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)  # without a visible warning
     assert not torch.equal(random.get_input_embeddings().weight, theirs.get_input_embeddings().weight)
 
-    ours, trained = reward_model.load(str(tmp_path))
+    ours, trained = reward_model.load_reward_model(str(tmp_path))
     assert not trained
     assert torch.equal(ours.embed.weight, theirs.get_input_embeddings().weight)
     reward_model.save(ours, tmp_path / "out", tokenizer=tokenizer, pad=PAD, max_length=64)
@@ -170,14 +170,14 @@ def test_unsuitable_directories_are_refused(tmp_path):
     del state["model.embed_tokens.weight"]
     save_file(state, tmp_path / "untied" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"no tensor 'model.embed_tokens.weight', and its config.json does not tie"):
-        reward_model.load(str(tmp_path / "untied"))
+        reward_model.load_reward_model(str(tmp_path / "untied"))
 
     config = transformers.LlamaConfig(**CASES["llama"][1], num_labels=3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
     with pytest.raises(ValueError, match="classifier with 3 outputs"):
-        reward_model.load(str(tmp_path / "three"))
+        reward_model.load_reward_model(str(tmp_path / "three"))
     with pytest.raises(ValueError, match="neither a directory, nor embedded"):
-        reward_model.load(str(tmp_path / "nowhere"))
+        reward_model.load_reward_model(str(tmp_path / "nowhere"))
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------

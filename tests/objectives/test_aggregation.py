@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nlgrpo.objectives.aggregation import Min, SmoothMin, WeightedSum, combine, moving_average, parse
+from nlgrpo.objectives.aggregation import Min, SmoothMin, WeightedSum, combine, moving_average, parse_aggregate
 from nlgrpo.objectives.registry import BestOfN, Mean
 
 
@@ -107,15 +107,15 @@ def test_moving_average():
 
 
 def test_parse():
-    assert parse("sum", [1, -2]) == WeightedSum([1, -2])
-    assert parse(" min ", [1, 0]) == Min([1, 0])
-    assert parse("smooth_min:4", [3, 1, 0]) == SmoothMin(4.0, [0.75, 0.25, 0])
+    assert parse_aggregate("sum", [1, -2]) == WeightedSum([1, -2])
+    assert parse_aggregate(" min ", [1, 0]) == Min([1, 0])
+    assert parse_aggregate("smooth_min:4", [3, 1, 0]) == SmoothMin(4.0, [0.75, 0.25, 0])
     for text in ("", "max", "min:2", "sum:1", "smooth_min", "smooth_min:", "smooth_min:0", "smooth_min:nan"):
         with pytest.raises(ValueError, match="'sum', 'min' or 'smooth_min:GAMMA'"):
-            parse(text, [1, 1])
+            parse_aggregate(text, [1, 1])
     for text in ("min", "smooth_min:1"):
         with pytest.raises(ValueError, match="numbers >= 0"):
-            parse(text, [1, -1])
+            parse_aggregate(text, [1, -1])
 
 
 @pytest.mark.parametrize(

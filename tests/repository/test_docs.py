@@ -227,7 +227,7 @@ def test_toml_blocks_are_configurations(page, workspace, tmp_path):
             (tmp_path / "block.toml").write_text(block.code)
             cfg = read_toml(tmp_path / "block.toml", recipe("blank"))
             if cfg.rewards:
-                validate.check(cfg)
+                validate.check_config(cfg)
 
 
 def test_blocks_are_found():

@@ -364,7 +364,9 @@ def test_overestimation(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     with process_group.start() as ranks:
-        c = decode.build(*decode.read_arguments([str(word) for word in guided]), WorkQueue(ranks, Console(quiet=True)))
+        c = decode.build_comparison(
+            *decode.read_arguments([str(word) for word in guided]), WorkQueue(ranks, Console(quiet=True))
+        )
     drawn = generate(c.model, c.batch.ids, 4, c.sampler.sampling, seed=c.sampler.seed).completion_ids()
     theirs = [
         transformers.AutoModelForSequenceClassification.from_pretrained(f"loop/iteration-{t}/value/model").eval()

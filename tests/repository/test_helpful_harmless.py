@@ -17,7 +17,7 @@ from nlgrpo.apps.plan import memory, table
 from nlgrpo.config import comparing, schema
 from nlgrpo.config.recipes import from_arguments, recipe
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.build import build
+from nlgrpo.training.build import build_setup
 
 ALPACA = {"vocab_size": 32001, "architectures": ["LlamaForCausalLM"]}  # the other defaults of LlamaConfig are Llama 7B
 PARAMETERS = 6_738_415_616 + 2 * 4096  # those of Llama 7B, with one more token in embedding and head
@@ -63,7 +63,7 @@ def test_the_recipe_of_7b_has_a_plan(parts, capsys):
 def test_6_gpus_of_80_gb_hold_it(parts):
     """By the plan's estimate, with prompts of 512 tokens and the memory of two 4B reward models in bfloat16 added."""
     cfg, _ = from_arguments(["helpful-harmless", *parts, "--model.dtype", "bfloat16"])
-    run = build(cfg, Ranks(0, 1, torch.device("cpu")))
+    run = build_setup(cfg, Ranks(0, 1, torch.device("cpu")))
     run.prompts.ids[0] = [1] * 512
     on_gpus = dataclasses.replace(run, ranks=Ranks(0, 6, torch.device("cuda")))
     plan = memory.estimate(table.workload(on_gpus))

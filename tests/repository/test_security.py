@@ -9,7 +9,7 @@ import pytest
 from helpers import REPOSITORY, tiny_model
 
 from nlgrpo import cli, train
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 from nlgrpo.runtime import secrets
 
 SECRETS = {
@@ -89,7 +89,7 @@ def test_other_trainings_refuse_secrets_too(work, capsys, command):
 
 def test_a_reward_with_a_secret_is_refused():
     with pytest.raises(ValueError, match="seems to hold a password in an address") as error:
-        load("choose", "judge(model='m', base_url='http://me:hunter2@host/v1', criteria='good?')")
+        load_reward("choose", "judge(model='m', base_url='http://me:hunter2@host/v1', criteria='good?')")
     assert "hunter2" not in str(error.value)
 
 

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from nlgrpo.rewards.builtin import final_answer, vote
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 
 def function(spec):
-    return load("r", spec).function
+    return load_reward("r", spec).function
 
 
 def chat(text, role="assistant"):
@@ -49,7 +49,7 @@ def test_length_follows_the_equation_of_the_paper():
 @pytest.mark.parametrize("arguments", ["target=1, scale=-2", "target=1e999, scale=2", "target=True, scale=2"])
 def test_length_refuses_bad_arguments(arguments):
     with pytest.raises(ValueError, match=r"target must be a number|scale must be above 0"):
-        load("r", f"length({arguments})")
+        load_reward("r", f"length({arguments})")
 
 
 # ---- lexicon ----
@@ -121,14 +121,14 @@ def test_bad_lexicons_are_refused(tmp_path, content, says):
     path = tmp_path / "words.txt"
     path.write_text(content)
     with pytest.raises(ValueError, match=says):
-        load("r", f"lexicon(path={str(path)!r})")
+        load_reward("r", f"lexicon(path={str(path)!r})")
 
 
 def test_lexicon_refuses_bad_arguments(lexicon):
     with pytest.raises(ValueError, match="no lexicon file"):
-        load("r", "lexicon(path='nowhere.txt')")
+        load_reward("r", "lexicon(path='nowhere.txt')")
     with pytest.raises(ValueError, match="'compound' or 'mean', got 'sum'"):
-        load("r", f"lexicon(path={str(lexicon)!r}, normalize='sum')")
+        load_reward("r", f"lexicon(path={str(lexicon)!r}, normalize='sum')")
 
 
 # ---- regex ----
@@ -139,7 +139,7 @@ def test_regex_searches_or_matches_the_full_text():
     assert function(r"regex(pattern='<a>.*</a>')")(completions=texts) == [1, 1, 0, 1]
     assert function(r"regex(pattern='<a>.*</a>', full=True)")(completions=texts) == [1, 0, 0, 1]
     with pytest.raises(ValueError, match="is not a regular expression"):
-        load("r", "regex(pattern='(')")
+        load_reward("r", "regex(pattern='(')")
 
 
 # ---- gsm8k ----
@@ -255,8 +255,8 @@ def test_a_lexicon_path_may_start_with_a_tilde(tmp_path, monkeypatch):
 
 def test_rotary_positions_do_not_bound_the_length(classifier):
     folder, _ = classifier()
-    reward = load("r", f"classifier(path={str(folder)!r})").function
-    longer = load("r", f"classifier(path={str(folder)!r}, max_length={2 * reward.encoder.max_length})").function
+    reward = load_reward("r", f"classifier(path={str(folder)!r})").function
+    longer = load_reward("r", f"classifier(path={str(folder)!r}, max_length={2 * reward.encoder.max_length})").function
     text = "b " * (reward.encoder.max_length + 5)
     assert longer([""], [text]) != reward([""], [text])
 
@@ -270,14 +270,14 @@ def test_positions_after_the_padding_bound_the_length(tmp_path, classifier):
     )  # fmt: skip
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "roberta")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "roberta")
-    reward = load("r", f"classifier(path={str(tmp_path / 'roberta')!r})").function
+    reward = load_reward("r", f"classifier(path={str(tmp_path / 'roberta')!r})").function
     assert reward.encoder.max_length == 34 - 3 - 1
     long = reward(["a "], ["b " * 99])
     assert long == reward([""], ["b " * (30 - 1)])  # and the end token
     with pytest.raises(ValueError, match="max_length = 31, but the model has only 30 learned positions"):
-        load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, max_length=31)")
+        load_reward("r", f"classifier(path={str(tmp_path / 'roberta')!r}, max_length=31)")
     with pytest.raises(ValueError, match="classifier cannot be built, RuntimeError"):
-        load("r", f"classifier(path={str(tmp_path / 'roberta')!r}, device='foo')")
+        load_reward("r", f"classifier(path={str(tmp_path / 'roberta')!r}, device='foo')")
 
 
 def test_learned_positions_of_gpt2_bound_the_length(tmp_path, classifier):
@@ -288,10 +288,10 @@ def test_learned_positions_of_gpt2_bound_the_length(tmp_path, classifier):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "gpt2")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "gpt2")
     source = repr(str(tmp_path / "gpt2"))
-    longest = load("r", f"classifier(path={source}, max_length=40)").function
-    assert longest([""], ["b " * 99]) == load("r", f"classifier(path={source})").function([""], ["b " * 99])
+    longest = load_reward("r", f"classifier(path={source}, max_length=40)").function
+    assert longest([""], ["b " * 99]) == load_reward("r", f"classifier(path={source})").function([""], ["b " * 99])
     with pytest.raises(ValueError, match="max_length = 41, but the model has only 40 learned positions"):
-        load("r", f"classifier(path={source}, max_length=41)")
+        load_reward("r", f"classifier(path={source}, max_length=41)")
 
 
 def test_gsm8k_agrees_with_the_labels_of_real_solutions(shared):
@@ -374,7 +374,7 @@ def rows_of(prompts, texts, end=(2,)):
 @pytest.mark.parametrize(("pad", "tokenizer_pad"), [(3, "<pad>"), (0, "<pad>"), (None, "<pad>"), (None, None)])
 def test_scores_of_a_batch_equal_those_of_single_rows(classifier, pad, tokenizer_pad, batch_size):
     folder, model = classifier(pad=pad, tokenizer_pad=tokenizer_pad)
-    reward = load("r", f"{folder}(batch_size={batch_size})").function
+    reward = load_reward("r", f"{folder}(batch_size={batch_size})").function
     scores = reward(prompts=[p + " " for p in PROMPTS], completions=TEXTS)
     truth = alone(model, rows_of(PROMPTS, TEXTS))[:, 0]
     assert truth.std() > 0.1
@@ -386,7 +386,7 @@ def test_a_classifier_that_pads_with_eos_scores_as_in_transformers(classifier):
     folder, model = classifier(pad=2, tokenizer_pad="</s>")
     truth = alone(model, rows_of(PROMPTS, TEXTS, end=()))[:, 0]
     for batch_size in (1, 64):
-        scores = load("r", f"{folder}(batch_size={batch_size})").function([p + " " for p in PROMPTS], TEXTS)
+        scores = load_reward("r", f"{folder}(batch_size={batch_size})").function([p + " " for p in PROMPTS], TEXTS)
         torch.testing.assert_close(torch.tensor(scores), truth, atol=1e-5, rtol=1e-5)
 
 
@@ -395,9 +395,9 @@ def test_several_outputs_need_a_label(classifier, family):
     id2label = {0: "bad", 1: "fair", 2: "good"}
     folder, model = classifier(family, labels=3, id2label=id2label, label2id={n: i for i, n in id2label.items()})
     with pytest.raises(ValueError, match="outputs bad, fair, good; choose one with label"):
-        load("r", str(folder))
+        load_reward("r", str(folder))
     with pytest.raises(ValueError, match="got label=3"):
-        load("r", f"{folder}(label=3)")
+        load_reward("r", f"{folder}(label=3)")
     logits = alone(model, rows_of(PROMPTS, TEXTS))
     truth = {
         "label='good'": logits[:, 2],
@@ -405,7 +405,7 @@ def test_several_outputs_need_a_label(classifier, family):
         "label='bad', probability=True": logits.softmax(1)[:, 0],
     }
     for arguments, expected in truth.items():
-        scores = load("r", f"{folder}({arguments})").function([p + " " for p in PROMPTS], TEXTS)
+        scores = load_reward("r", f"{folder}({arguments})").function([p + " " for p in PROMPTS], TEXTS)
         torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -418,9 +418,9 @@ def test_options_select_the_scored_text(classifier):
         "include_prompt=False": rows_of([""] * 5, TEXTS),
     }
     for arguments, rows in cases.items():
-        scores = load("r", f"{folder}({arguments})").function([p + " " for p in PROMPTS], TEXTS)
+        scores = load_reward("r", f"{folder}({arguments})").function([p + " " for p in PROMPTS], TEXTS)
         torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
-    sigmoid = load("r", f"{folder}(probability=True)").function([p + " " for p in PROMPTS], TEXTS)
+    sigmoid = load_reward("r", f"{folder}(probability=True)").function([p + " " for p in PROMPTS], TEXTS)
     truth = alone(model, rows_of(PROMPTS, TEXTS))[:, 0].sigmoid()
     torch.testing.assert_close(torch.tensor(sigmoid), truth, atol=1e-5, rtol=1e-5)
 
@@ -428,14 +428,14 @@ def test_options_select_the_scored_text(classifier):
 def test_texts_longer_than_the_model_lose_their_beginning(classifier):
     folder, model = classifier()
     long = " ".join("abcdefghij" * 10)
-    score = load("r", str(folder)).function([long], [" z"])
+    score = load_reward("r", str(folder)).function([long], [" z"])
     expected = alone(model, [rows_of([long], ["z"])[0][-32:]])[0, 0].item()
     assert score == pytest.approx([expected], abs=1e-5)
 
 
 def test_a_classifier_abstains_for_a_text_without_tokens(classifier):
     folder, _ = classifier()
-    reward = load("r", f"{folder}(append_eos=False)").function
+    reward = load_reward("r", f"{folder}(append_eos=False)").function
     assert [value is None for value in reward(["", "a"], ["", ""])] == [True, False]
     assert reward([], []) == []
 
@@ -447,12 +447,12 @@ def test_conversations_use_the_chat_template(classifier):
     prompts, texts = [chat(p, "user") for p in PROMPTS], [chat(t) for t in TEXTS]
     folder, model = classifier(chat_template=template, begin=True)
     rows = [[1, *row] for row in rows_of(PROMPTS, [f"{t} z" for t in TEXTS], end=())]
-    scores = load("r", str(folder)).function(prompts, texts)
+    scores = load_reward("r", str(folder)).function(prompts, texts)
     torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
 
     folder, model = classifier(begin=True)  # without a template the contents are joined
     rows = [[1, *row] for row in rows_of(PROMPTS, TEXTS)]
-    scores = load("r", str(folder)).function(prompts, texts)
+    scores = load_reward("r", str(folder)).function(prompts, texts)
     torch.testing.assert_close(torch.tensor(scores), alone(model, rows)[:, 0], atol=1e-5, rtol=1e-5)
 
 
@@ -461,25 +461,25 @@ def test_an_answer_that_continues_the_prompt_is_scored_as_one_message(classifier
     folder, _ = classifier(chat_template=template)
     question, text = chat(PROMPTS[0], "user"), TEXTS[0]
     prompts = [[*question, *chat(f"{text} ")], question]
-    encoder = load("r", str(folder)).function.encoder
+    encoder = load_reward("r", str(folder)).function.encoder
     assert encoder.ids(prompts[0], chat(text)) == encoder.ids(prompts[1], chat(f"{text} {text}"))
 
 
 def test_a_classifier_whose_template_leaves_messages_out_is_refused(classifier):
     folder, _ = classifier(chat_template="{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
     with pytest.raises(ValueError, match="a conversation to score: the chat template leaves out message 1"):
-        load("r", str(folder)).function([chat(PROMPTS[0], "user")], [chat(TEXTS[0])])
+        load_reward("r", str(folder)).function([chat(PROMPTS[0], "user")], [chat(TEXTS[0])])
 
 
 def test_models_that_are_not_a_trained_classifier_are_refused(classifier, tmp_path):
     folder, _ = classifier("causal")
     with pytest.raises(ValueError, match=r"is not a trained classifier: its weights lack score.weight"):
-        load("r", str(folder))
+        load_reward("r", str(folder))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="cannot read a classifier"):
-        load("r", str(folder))
+        load_reward("r", str(folder))
     with pytest.raises(ValueError, match="is not a Hugging Face model folder"):
-        load("r", f"classifier(path={str(tmp_path / 'nowhere')!r})")
+        load_reward("r", f"classifier(path={str(tmp_path / 'nowhere')!r})")
 
 
 def test_tied_embeddings_under_the_name_of_the_head_are_refused(classifier):
@@ -489,7 +489,7 @@ def test_tied_embeddings_under_the_name_of_the_head_are_refused(classifier):
     state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lack model.embed_tokens.weight, .* random\n.*reward-model train"):
-        load("r", str(folder))
+        load_reward("r", str(folder))
 
 
 @pytest.mark.parametrize("options", ["batch_size=1", "append_eos=False, probability=True"])
@@ -500,18 +500,18 @@ def test_an_ensemble_combines_its_members(classifier, how, options):
         other.score.weight.neg_()
     other.save_pretrained(second)
     prompts = [p + " " for p in PROMPTS]
-    alone = [load("r", f"{folder}({options})").function(prompts, TEXTS) for folder in (first, second)]
+    alone = [load_reward("r", f"{folder}({options})").function(prompts, TEXTS) for folder in (first, second)]
     scores = torch.tensor(alone)
     assert 0 < (scores[0] < scores[1]).sum() < 5  # each is the lower one somewhere
     truth = scores.mean(0) if how == "mean" else scores.amin(0)
-    reward = load("r", f"ensemble(paths=[{str(first)!r}, {str(second)!r}], how={how!r}, {options})").function
+    reward = load_reward("r", f"ensemble(paths=[{str(first)!r}, {str(second)!r}], how={how!r}, {options})").function
     torch.testing.assert_close(torch.tensor(reward(prompts, TEXTS)), truth, atol=1e-5, rtol=1e-5)
     assert reward([], []) == []
 
 
 def test_an_ensemble_abstains_with_its_members(classifier):
     folder, _ = classifier()
-    reward = load("r", f"ensemble(paths=[{str(folder)!r}], append_eos=False)").function
+    reward = load_reward("r", f"ensemble(paths=[{str(folder)!r}], append_eos=False)").function
     assert [value is None for value in reward(["", "a"], ["", ""])] == [True, False]
 
 
@@ -529,7 +529,7 @@ def test_an_ensemble_abstains_with_its_members(classifier):
 )
 def test_ensemble_refuses_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("r", f"ensemble({arguments})")
+        load_reward("r", f"ensemble({arguments})")
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_ensemble_refuses_bad_arguments(arguments, message):
 def test_classifier_refuses_bad_arguments(classifier, arguments):
     folder, _ = classifier()
     with pytest.raises(ValueError, match=arguments.split("=")[0]):
-        load("r", f"{folder}({arguments})")
+        load_reward("r", f"{folder}({arguments})")
 
 
 def test_a_trained_reward_model_separates_good_reviews_from_bad(shared):
@@ -549,7 +549,7 @@ def test_a_trained_reward_model_separates_good_reviews_from_bad(shared):
         for sign, name in ((1, "pos"), (-1, "neg"))
     }
     texts = lines[1] + lines[-1]
-    scores = load("r", str(folder)).function([""] * len(texts), texts)
+    scores = load_reward("r", str(folder)).function([""] * len(texts), texts)
     right = [(score > 0) == (i < 150) for i, score in enumerate(scores)]
     assert sum(right) / len(right) > 0.68
 
@@ -557,5 +557,5 @@ def test_a_trained_reward_model_separates_good_reviews_from_bad(shared):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts[:20]]
     torch.testing.assert_close(torch.tensor(scores[:20]), alone(model, rows)[:, 0], atol=1e-4, rtol=1e-4)
-    one_by_one = load("r", f"{folder}(batch_size=1)").function([""] * 20, texts[:20])
+    one_by_one = load_reward("r", f"{folder}(batch_size=1)").function([""] * 20, texts[:20])
     assert one_by_one == pytest.approx(scores[:20], abs=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from nlgrpo.rewards.processes import code_execution
 from nlgrpo.rewards.processes.code_execution import Code, Run, program_of
 from nlgrpo.rewards.reward_functions import RewardError, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 
 def sandboxed():
@@ -36,7 +36,7 @@ def code():
 
 def scores(spec, completions, prompts=None, **columns):
     count = len(completions)
-    found = score([load("code", spec)], prompts=prompts or ["p"] * count, completions=completions, step=0,
+    found = score([load_reward("code", spec)], prompts=prompts or ["p"] * count, completions=completions, step=0,
                   completion_ids=[[1]] * count, columns=columns, samples=count, total_steps=1)  # fmt: skip
     return found.values["code"].flatten().tolist(), found.metrics
 
@@ -206,8 +206,8 @@ def test_a_machine_without_a_sandbox_says_what_to_do(monkeypatch):
     monkeypatch.setattr(Code, "run", lambda self, program, tests: Run("not isolated", "unshare: not permitted\n"))
     message = r"cannot be isolated on this machine \(unshare: not permitted\); code\(isolated=False\) runs it"
     with pytest.raises(ValueError, match=message):
-        load("x", "code()")
-    reward = load("x", "code(isolated=False)")
+        load_reward("x", "code()")
+    reward = load_reward("x", "code(isolated=False)")
     with pytest.raises(RewardError, match="raised RuntimeError: a program could not be isolated: unshare"):
         score([reward], prompts=["p"], completions=["x"], completion_ids=[[1]], columns={"test": [""]}, samples=1,
               step=0, total_steps=1)  # fmt: skip
@@ -224,4 +224,4 @@ def test_a_machine_without_a_sandbox_says_what_to_do(monkeypatch):
 )
 def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("x", f"code({arguments})")
+        load_reward("x", f"code({arguments})")

@@ -9,7 +9,7 @@ from nlgrpo.rewards import specs
 from nlgrpo.rewards.builtin import Gsm8k, Length, Overlong, Regex
 from nlgrpo.rewards.composite import Gated, Weighted
 from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 TEXTS = ["<think>a</think> 4", "4", "<think>b</think> 5", ""]
 
@@ -24,7 +24,7 @@ def scores(reward, texts=TEXTS, **columns):
 
 def test_a_weighted_sum_of_specs():
     spec = "weighted(parts={'gsm8k()': 2.0, 'overlong(limit=10, margin=5)': 0.5, 'regex(pattern=\"think\")': -1})"
-    values, found = scores(load("x", spec, voted=True), answer=["4"] * 4)
+    values, found = scores(load_reward("x", spec, voted=True), answer=["4"] * 4)
     lengths = [len(text) for text in TEXTS]
     penalty = get_soft_overlong_punishment(10, 5)([[0] * n for n in lengths])
     assert values == pytest.approx([2 + 0.5 * penalty[0] - 1, 2.0 + 0.5 * penalty[1], 0.5 * penalty[2] - 1, 0.0])
@@ -40,7 +40,7 @@ def test_parts_that_abstain_are_left_out():
 
 def test_a_gate():
     spec = "gated(reward='gsm8k()', by='regex(pattern=\"<think>.*</think>\")', otherwise=-1.0)"
-    assert scores(load("x", spec), answer=["4"] * 4)[0] == [1.0, -1.0, 0.0, -1.0]
+    assert scores(load_reward("x", spec), answer=["4"] * 4)[0] == [1.0, -1.0, 0.0, -1.0]
     gate = Gated(lambda completions: [None, None, 3.0, 4.0], lambda completions: [0.0, 1.0, 1.0, None])
     assert scores(Reward("x", gate))[0] == [0.0, None, 3.0, None]
     graded = Gated(Length(target=1, scale=1), by=lambda completions: [0.4, 0.5, 0.6, 0.0], at_least=0.5, otherwise=9)
@@ -91,7 +91,7 @@ def test_a_part_that_fails_is_named():
 )
 def test_invalid_arguments(spec, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        load("x", spec)
+        load_reward("x", spec)
 
 
 @pytest.mark.parametrize(("limit", "margin"), [(100, 20), (10, 10), (7, 1), (5, 0)])

@@ -11,7 +11,7 @@ import pytest
 
 from nlgrpo.rewards.judge import RUBRIC, Judge, Reply
 from nlgrpo.rewards.reward_functions import RewardError, check_columns, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 
 class Endpoint:
@@ -89,7 +89,7 @@ def respond(handler, status, answer):
 
 def judged(spec, completions, prompts=None, samples=None, **columns):
     """Scores through the same path as in training."""
-    reward = load("judge", spec)
+    reward = load_reward("judge", spec)
     prompts = prompts or ["p"] * len(completions)
     scores = score([reward], prompts=prompts, completions=completions, completion_ids=[[1]] * len(completions),
                    columns=columns, samples=samples or len(completions), step=0, total_steps=1)  # fmt: skip
@@ -139,7 +139,7 @@ def test_an_endpoint_that_never_answers_fails_the_reward_and_skips_or_stops():
         spec = f"judge(model='m', base_url='{endpoint.url}', retries=1)"
         with pytest.raises(RewardError, match=r"raised InternalServerError: Error code: 500 .*busy"):
             judged(spec, ["a", "b"])
-        reward = load("judge", spec, on_error="skip")
+        reward = load_reward("judge", spec, on_error="skip")
         scores = score([reward], prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1]] * 2, columns={},
                        samples=2, step=0, total_steps=1)  # fmt: skip
         assert scores.skipped.tolist() == [True]
@@ -191,7 +191,7 @@ def test_the_grade_of_a_reply(reply, value):
 def test_a_judge_that_abstains_is_counted():
     with Endpoint() as endpoint:
         endpoint.reply = lambda words: "I cannot grade this." if words == 2 else "Grade: 10"
-        reward = load("judge", f"judge(model='m', base_url='{endpoint.url}', label='style')")
+        reward = load_reward("judge", f"judge(model='m', base_url='{endpoint.url}', label='style')")
         logged = {}
         values = asyncio.run(reward.function(["p"] * 2, ["a", "a b"], log_metric=logged.__setitem__))
     assert values == [1.0, None]
@@ -209,7 +209,7 @@ def test_a_rubric_with_columns_from_a_file_and_conversations(tmp_path):
     expected = "Is <response>{answer} 4</response> the answer four to system: Be kind.\n\nuser: 2 + 2?? 0-1"
     assert request == expected
     with pytest.raises(ValueError, match=r"reward 'x' needs 'answer'\. Columns of the data: none besides the prompt"):
-        check_columns([load("x", f"judge(model='m', rubric='{tmp_path / 'rubric.md'}')")], [])
+        check_columns([load_reward("x", f"judge(model='m', rubric='{tmp_path / 'rubric.md'}')")], [])
 
 
 def test_keys_come_from_the_environment(monkeypatch):
@@ -240,7 +240,7 @@ def test_keys_come_from_the_environment(monkeypatch):
 )
 def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("x", f"judge({arguments})")
+        load_reward("x", f"judge({arguments})")
 
 
 def test_the_default_rubric_has_all_fields():
@@ -295,7 +295,7 @@ def one_limit(body):
 def test_what_an_endpoint_refuses_is_left_out_and_remembered(refuse, kept, refusals, caplog):
     with Endpoint() as endpoint:
         endpoint.refuse = refuse
-        reward = load("judge", f"judge(model='m', base_url='{endpoint.url}', max_tokens=30)")
+        reward = load_reward("judge", f"judge(model='m', base_url='{endpoint.url}', max_tokens=30)")
         for _ in range(2):
             completions = [f"{words(7)} {i}" for i in range(9)]
             values = asyncio.run(reward.function(["p"] * 9, completions))

@@ -12,7 +12,7 @@ from trl.rewards import accuracy_reward
 from nlgrpo.rewards.processes.math_answers import SCRIPT, Math
 from nlgrpo.rewards.processes.workers import NoAnswer, Worker, Workers
 from nlgrpo.rewards.reward_functions import score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 CASES = [
     (r"\boxed{\frac{1}{2}}", "0.5"),
@@ -57,7 +57,8 @@ def test_plain_expressions():
 
 def test_through_the_path_of_a_training_step_with_logs_and_votes():
     texts = [r"\boxed{1/2}", r"\boxed{0.50}", r"\boxed{7}", "nothing"]
-    found = score([load("m", "math(column='gold', workers=1)", voted=True)], prompts=["p"] * 4, completions=texts,
+    reward = load_reward("m", "math(column='gold', workers=1)", voted=True)
+    found = score([reward], prompts=["p"] * 4, completions=texts,
                   completion_ids=[[1]] * 4, columns={"gold": ["0.5"] * 4}, samples=4, step=0,
                   total_steps=1)  # fmt: skip
     assert found.values["m"].tolist() == [[1.0, 1.0, 0.0, 0.0]]
@@ -151,4 +152,4 @@ def alive(pid):
 )
 def test_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("m", f"math({arguments})")
+        load_reward("m", f"math({arguments})")

@@ -15,7 +15,7 @@ from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishm
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from nlgrpo.rewards.reward_functions import Reward, RewardError, Scores, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 
 P, M = 3, 2
@@ -63,7 +63,7 @@ def test_a_scale_multiplies_all_values_that_are_not_none():
     reward = Reward("mine", returning([1.0, None, -2, True, 0.0, 3]), scale=-0.25)
     values = scored(reward).values["mine"].flatten()
     assert values.nan_to_num(9).tolist() == [-0.25, 9, 0.5, -0.25, 0, -0.75]
-    assert load("x", "gsm8k()", scale=-2).scale == -2
+    assert load_reward("x", "gsm8k()", scale=-2).scale == -2
 
 
 @pytest.mark.parametrize("scale", [0, math.nan, math.inf, True, "2"])
@@ -134,7 +134,7 @@ def test_trl_rewards_run_unchanged():
     texts = ["<think>\nwell\n</think>\nyes", "<think>no end", "plain", "<think>a</think>b", "", "<think></think>"]
     ids = [[1, 2, 3] * i for i in range(P * M)]
     rewards = [
-        load("format", "trl.rewards:think_format_reward"),
+        load_reward("format", "trl.rewards:think_format_reward"),
         Reward("repetition", get_repetition_penalty_reward(ngram_size=2)),
         Reward("overlong", get_soft_overlong_punishment(max_completion_len=12, soft_punish_cache=8)),
     ]

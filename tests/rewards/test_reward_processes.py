@@ -12,7 +12,7 @@ import pytest
 from helpers import environment
 
 from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 FILE = Path(__file__).with_name("user_rewards.py")
 OUTPUTS = Path(__file__).with_name("user_outputs.py")
@@ -21,7 +21,7 @@ COUNT = P * M
 
 
 def own(name, arguments="", **more):
-    return load("mine", f"{FILE}:{name}{arguments}", process=True, **more)
+    return load_reward("mine", f"{FILE}:{name}{arguments}", process=True, **more)
 
 
 def scored(*rewards, answer=("1", "2", "3", "4"), completions=("a", "bb", "ccc", "dddd"), **more):
@@ -42,7 +42,7 @@ def gone(pid):
 
 def test_functions_have_the_values_that_they_have_here():
     for name, expected in (("lengths", [1, 2, 3, 4]), ("generated", [1, 2, 3, 4]), ("later", [1, 2, 3, 4])):
-        assert values(own(name)) == expected == values(load("mine", f"{FILE}:{name}"))
+        assert values(own(name)) == expected == values(load_reward("mine", f"{FILE}:{name}"))
     assert values(own("lengths", scale=-0.5)) == [-0.5, -1, -1.5, -2]
 
 
@@ -67,13 +67,13 @@ def test_what_it_logs_and_prints_passes_through(capfd):
 
 @pytest.fixture(scope="module")
 def returns():
-    return load("mine", f"{OUTPUTS}:returns", process=True)
+    return load_reward("mine", f"{OUTPUTS}:returns", process=True)
 
 
 @pytest.mark.parametrize("kind", ["generator", "map", "array", "tensor", "nested", "scalars"])
 def test_it_may_return_what_it_may_return_here(returns, kind):
     expected = pytest.approx([1.0, 0.5, 1.0, math.nan], nan_ok=True)
-    assert values(load("mine", f"{OUTPUTS}:returns"), answer=[kind] * 4) == expected
+    assert values(load_reward("mine", f"{OUTPUTS}:returns"), answer=[kind] * 4) == expected
     assert values(returns, answer=[kind] * 4) == expected
 
 
@@ -89,7 +89,7 @@ def test_it_may_return_what_it_may_return_here(returns, kind):
     ],
 )
 def test_what_is_refused_here_is_refused_there(returns, kind, says):
-    for reward in (load("mine", f"{OUTPUTS}:returns"), returns):
+    for reward in (load_reward("mine", f"{OUTPUTS}:returns"), returns):
         with pytest.raises(RewardError, match=rf"reward 'mine' .*({says})"):
             scored(reward, answer=[kind] * 4)
 
@@ -152,7 +152,7 @@ def test_a_kernel_in_a_process():
 
 def test_composites_and_built_in_rewards_in_a_process():
     part = f"{FILE}:alarmed"
-    both = load("x", f"weighted(parts={{{part!r}: 1.0, 'regex(pattern=\"b\")': 2.0}})", process=True)
+    both = load_reward("x", f"weighted(parts={{{part!r}: 1.0, 'regex(pattern=\"b\")': 2.0}})", process=True)
     assert values(both) == [1.0, 3.0, 1.0, 1.0]
 
 
@@ -176,8 +176,8 @@ def test_several_run_at_the_same_time():
     [
         (lambda: Reward("x", lambda: [], process=True), r"reward 'x' with process = true: .*'file.py:function'"),
         (lambda: own("missing"), r"reward 'mine' = .* has no 'missing'"),
-        (lambda: load("x", "no.such:function", process=True), r"reward 'x' = .*No module named 'no'"),
-        (lambda: load("x", "length(target=1)", process=True), "length needs scale"),
+        (lambda: load_reward("x", "no.such:function", process=True), r"reward 'x' = .*No module named 'no'"),
+        (lambda: load_reward("x", "length(target=1)", process=True), "length needs scale"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(make, says):

@@ -7,15 +7,16 @@ from helpers import tiny_model
 from http_server import JsonServer
 
 from nlgrpo.rewards.reward_functions import RewardError, check_columns, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 PROMPTS, ANSWERS = [f"w{i} " for i in range(10)], [f"w{i} w{i + 1}" for i in range(10)]
 
 
 def scores_of(spec, prompts=PROMPTS, completions=ANSWERS, **columns):
     """Scores through the same path as in training."""
-    scores = score([load("r", spec)], prompts=prompts, completions=completions, completion_ids=[[1]] * len(completions),
-                   columns=columns, samples=len(completions), step=0, total_steps=1)  # fmt: skip
+    scores = score([load_reward("r", spec)], prompts=prompts, completions=completions,
+                   completion_ids=[[1]] * len(completions), columns=columns, samples=len(completions), step=0,
+                   total_steps=1)  # fmt: skip
     return scores.values["r"].flatten().tolist()
 
 
@@ -108,7 +109,7 @@ def test_the_protocol_of_openrlhf():
     assert conversation == [len("Hi\nYes")]
     assert bodies[1][1]["labels"] == [None]
     with pytest.raises(ValueError, match="needs 'answer'"):
-        check_columns([load("r", spec)], ["question"])
+        check_columns([load_reward("r", spec)], ["question"])
 
 
 @pytest.mark.parametrize(
@@ -150,4 +151,4 @@ def test_a_server_that_is_down():
 )
 def test_arguments_that_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("r", f"reward_server({arguments})")
+        load_reward("r", f"reward_server({arguments})")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from nlgrpo.rewards.reward_functions import Reward, score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 REWARD_FILE = """
 import asyncio
@@ -53,7 +53,7 @@ def reward_file(tmp_path, monkeypatch):
     ],
 )
 def test_functions_of_a_file_load(reward_file, target, first):
-    reward = load("mine", f"{reward_file}:{target}", timeout=5, on_error="skip")
+    reward = load_reward("mine", f"{reward_file}:{target}", timeout=5, on_error="skip")
     assert (reward.name, reward.timeout, reward.on_error) == ("mine", 5, "skip")
     lists = {"prompts": ["q"] * 6, "completions": ["answer 0"] * 6, "completion_ids": [[1]] * 6}
     result = score([reward], **lists, columns={"answer": ["0"] * 6}, samples=2, step=0, total_steps=1)
@@ -63,16 +63,16 @@ def test_functions_of_a_file_load(reward_file, target, first):
 
 
 def test_a_file_is_loaded_once_and_a_broken_one_is_refused(reward_file, tmp_path):
-    load("a", f"{reward_file}:plain").function.func.__globals__["loaded"].append(1)
-    assert load("b", f"{tmp_path}/{reward_file}:plain").function.func.__globals__["loaded"] == [1]
+    load_reward("a", f"{reward_file}:plain").function.func.__globals__["loaded"].append(1)
+    assert load_reward("b", f"{tmp_path}/{reward_file}:plain").function.func.__globals__["loaded"] == [1]
     (tmp_path / "broken.py").write_text("import json\nraise OSError('no key')\n")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"'a' = .*OSError: no key \(.*broken.py, line 2\)"):
-            load("a", "broken.py:f")
+            load_reward("a", "broken.py:f")
 
 
 def test_classes_of_a_module_load():
-    value = load("mine", "nlgrpo.rewards.builtin:Length(target=1, scale=2)").function(completion_ids=[[1, 2]])
+    value = load_reward("mine", "nlgrpo.rewards.builtin:Length(target=1, scale=2)").function(completion_ids=[[1, 2]])
     assert value == [-0.25]
 
 
@@ -107,27 +107,27 @@ def test_classes_of_a_module_load():
 )
 def test_bad_specs_are_refused_with_a_clear_message(reward_file, spec, says):
     with pytest.raises(ValueError, match=says) as error:
-        load("mine", spec)
+        load_reward("mine", spec)
     assert "reward 'mine'" in str(error.value)
 
 
 def test_nothing_in_a_spec_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="cannot read"):
-        load("mine", "length(target=open('hacked', 'w'), scale=1)")
+        load_reward("mine", "length(target=open('hacked', 'w'), scale=1)")
     assert not (tmp_path / "hacked").exists()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, "5", None, True])
 def test_bad_timeouts_are_refused(timeout):
     with pytest.raises(ValueError, match="timeout must be a number of seconds > 0"):
-        load("mine", "length(target=1, scale=2)", timeout=timeout)
+        load_reward("mine", "length(target=1, scale=2)", timeout=timeout)
 
 
 def test_bad_on_error_name_and_function_are_refused():
     with pytest.raises(ValueError, match="'stop' or 'skip', got 'ignore'"):
-        load("mine", "length(target=1, scale=2)", on_error="ignore")
+        load_reward("mine", "length(target=1, scale=2)", on_error="ignore")
     with pytest.raises(ValueError, match="needs a name"):
-        load("", "length(target=1, scale=2)")
+        load_reward("", "length(target=1, scale=2)")
     with pytest.raises(ValueError, match="expected a function"):
         Reward("mine", "length")

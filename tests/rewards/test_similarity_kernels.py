@@ -17,7 +17,7 @@ IDS = [[1, 2, 3], [1, 2, 3, 1, 2], [4, 5], [], [2, 1], [7]]
 def call(kernel, samples=3, **options):
     """Scores of ``kernel`` (a spec or a function) for one P*M batch, TEXTS."""
     reward = (
-        specs.load("k", kernel, pairwise=True, **options)
+        specs.load_reward("k", kernel, pairwise=True, **options)
         if isinstance(kernel, str)
         else Reward("k", kernel, pairwise=True, **options)
     )
@@ -134,4 +134,4 @@ def test_a_completion_with_none_has_nan_in_its_row_and_column():
 )
 def test_bad_specs_are_refused(spec, says):
     with pytest.raises(ValueError, match=f"reward 'k' = .*{says}"):
-        specs.load("k", spec, pairwise=True)
+        specs.load_reward("k", spec, pairwise=True)

@@ -78,7 +78,7 @@ def test_several_ranks_keep_the_number_of_pytorch(free, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"threads": "2"}', '{"threads": 0}', '{"threads": null}'])
 def test_a_damaged_file_counts_as_none(tmp_path, content):
-    (tmp_path / cpu_threads.FILE).write_text(content)
+    (tmp_path / cpu_threads.THREADS_FILE).write_text(content)
     assert cpu_threads.saved_count(tmp_path) is None
     assert cpu_threads.saved_count(tmp_path / "missing") is None
 
@@ -97,7 +97,7 @@ def test_the_first_number_is_recorded(free, monkeypatch, tmp_path):
         assert cpu_threads.use(tmp_path, ALONE, restart=True) == ""
         assert torch.get_num_threads() == 2
         cpu_threads.record(tmp_path, ALONE)
-        assert json.loads((tmp_path / cpu_threads.FILE).read_text()) == {"threads": 1}
+        assert json.loads((tmp_path / cpu_threads.THREADS_FILE).read_text()) == {"threads": 1}
     finally:
         torch.set_num_threads(before)
 

@@ -93,14 +93,14 @@ def make_learner(
         model.activation_checkpointing = case.checkpointing
         if case.lora.enabled:
             lora.attach(model, case.lora, compute)
-            adapters.begin(model, case.lora, seed=5)
+            adapters.init_adapters(model, case.lora, seed=5)
         models_.append(shard(model, ranks, compute, parallel))
     where = ModelConfig(str(root / f"{case.family}-policy"))
     config = Config(model=where, loss=case.loss, critic=case.critic, parallel=parallel)
     adapter = case.lora if case.lora.enabled else None
     value = None
     if case.loss.algorithm == "ppo":
-        value = critic.make(config, models_[0], ranks, compute, adapter)
+        value = critic.make_critic(config, models_[0], ranks, compute, adapter)
     optimizer = make_optimizer(models_[0], case.optim, None if value is None else value.module)
     reference = models_[0] if case.lora.enabled else models_[1].requires_grad_(False)
     return Learner(

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from nlgrpo.config.schema import Config, RewardConfig
 from nlgrpo.runtime.supervision import phases, rendezvous, watchdog
-from nlgrpo.runtime.supervision.phases import Limits
+from nlgrpo.runtime.supervision.phases import TimeLimits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 from nlgrpo.runtime.supervision.watchdog import Watchdog
 
 EVERY = 0.05
 
 
-def run(*work, limits=Limits(0.6), silent=0.5, store=None):
+def run(*work, limits=TimeLimits(0.6), silent=0.5, store=None):
     """Call a function on each rank, with a watchdog that ends it; return what each one said that was ended."""
     store, ended = store or dist.HashStore(), {}
 
@@ -103,7 +103,7 @@ def test_the_rank_that_hangs_is_named_first_and_all_end():
 
 
 def test_a_phase_with_a_longer_limit():
-    limits = Limits(0.6, {"rewards": 60.0})
+    limits = TimeLimits(0.6, {"rewards": 60.0})
     work = [lambda done: done.wait(1.5)] * 2
     assert run(*work, limits=limits).keys() == {0, 1}
     phases.enter("rewards")
@@ -134,7 +134,7 @@ class Silent:
 def test_a_silent_rank_that_cannot_run_is_named_soon(monkeypatch, state, why):
     monkeypatch.setattr(watchdog, "_state", lambda report: state)
     begun = time.monotonic()
-    ended = run(long, long, long, limits=Limits(60.0), silent=0.4, store=Silent(0))
+    ended = run(long, long, long, limits=TimeLimits(60.0), silent=0.4, store=Silent(0))
     assert time.monotonic() - begun < 1.8
     assert ended[1].startswith("rank 0 (process ")  # the first that is alive speaks
     assert f", {why}) has been silent for 0 s. It was in the phase 'update' of step 7 since " in ended[1]
@@ -145,7 +145,7 @@ def test_a_silent_rank_that_cannot_run_is_named_soon(monkeypatch, state, why):
 def test_a_silent_rank_that_can_run_has_the_time_of_the_longest_phase(monkeypatch):
     monkeypatch.setattr(watchdog, "_state", lambda report: "R")
     begun = time.monotonic()
-    ended = run(long, long, limits=Limits(0.3, {"rewards": 1.2}), silent=0.2, store=Silent(1))
+    ended = run(long, long, limits=TimeLimits(0.3, {"rewards": 1.2}), silent=0.2, store=Silent(1))
     assert time.monotonic() - begun > 1.2
     assert "rank 1 (process " in ended[0]
     assert "silent for 1 s" in ended[0]
@@ -159,7 +159,7 @@ def test_a_rank_that_has_finished_is_not_missed():
 def test_a_rank_that_never_starts():
     store = dist.PrefixStore("other", dist.HashStore())
     ended = {}
-    dog = Watchdog(store, 0, 2, Limits(0.5), end=lambda text: ended.update({0: text}), every=EVERY, silent=0.2)
+    dog = Watchdog(store, 0, 2, TimeLimits(0.5), end=lambda text: ended.update({0: text}), every=EVERY, silent=0.2)
     busy(threading.Event(), 1.2)
     dog.close()
     assert ended[0].startswith("not all ranks have started within ")
@@ -183,7 +183,7 @@ class Gone(Silent):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_store_that_is_gone(hangs):
-    ended = run(long, long, limits=Limits(60.0), silent=0.4, store=Gone(hangs))
+    ended = run(long, long, limits=TimeLimits(60.0), silent=0.4, store=Gone(hangs))
     why = "for 0 s" if hangs else "(connection reset)"
     for rank in ended:
         assert ended[rank].startswith(
@@ -242,11 +242,11 @@ os._exit(7)  # the watchdog's thread has died instead
 
 
 def test_limits():
-    limits = Limits(10.0, {"rewards": 30.0, "update": 5.0})
+    limits = TimeLimits(10.0, {"rewards": 30.0, "update": 5.0})
     assert [limits.of(phase) for phase in ("rewards", "update", "start")] == [30.0, 10.0, 10.0]
     assert limits.largest == limits.silence == 30.0
-    assert Limits(10.0, {"checkpoint": 60.0}).silence == 10.0
-    assert Limits(float("inf")).of("update") == float("inf")
+    assert TimeLimits(10.0, {"checkpoint": 60.0}).silence == 10.0
+    assert TimeLimits(float("inf")).of("update") == float("inf")
 
 
 def test_loading_and_saving_have_longer_limits():
@@ -274,10 +274,10 @@ def launcher(monkeypatch):
 def test_one_rank_and_no_limit_are_not_watched(launcher):
     before = threading.active_count()
     one = Rendezvous(timedelta(seconds=5))
-    with watchdog.watching(one, Limits(1.0)), watchdog.watching(None, Limits(1.0)):
+    with watchdog.watching(one, TimeLimits(1.0)), watchdog.watching(None, TimeLimits(1.0)):
         assert threading.active_count() == before
     one.world = 2
-    with watchdog.watching(one, Limits(float("inf"))):
+    with watchdog.watching(one, TimeLimits(float("inf"))):
         assert threading.active_count() == before
 
 
@@ -285,7 +285,7 @@ def test_the_reports_are_in_the_store_of_the_launcher(launcher, monkeypatch):
     monkeypatch.setattr(watchdog, "EVERY", EVERY)
     met = Rendezvous(timedelta(seconds=5))
     met.world = 2
-    with watchdog.watching(met, Limits(60.0)):
+    with watchdog.watching(met, TimeLimits(60.0)):
         busy(threading.Event(), 0.5)
     report = json.loads(dist.PrefixStore(f"{met.prefix}/watchdog", launcher).get("0"))
     assert report["left"] is True

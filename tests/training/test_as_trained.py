@@ -129,7 +129,7 @@ def test_prompts_are_made_as_in_training(work, capsys):
         work, "talks", "chat", "--data.system-prompt", "Be brief.", "--data.chat-template-kwargs",
         '{"enable_thinking": false}', "--rollout.max-new-tokens", "4",
     )  # fmt: skip
-    known = as_trained.read(folder / "model")
+    known = as_trained.read_as_trained(folder / "model")
     assert known is not None
     assert (known.chat.system_prompt, known.base) == ("Be brief.", str(work / "chat"))
     tokenizer = load_tokenizer(folder / "model")
@@ -189,7 +189,7 @@ def test_a_server_prompts_as_in_training(work):
     batcher = Batcher(responder)
     submit = batcher.submit
     batcher.submit = lambda job: seen.append(job) or submit(job)
-    with fastapi.TestClient(app.build(batcher, "policy", app.Limits())) as client:
+    with fastapi.TestClient(app.build_app(batcher, "policy", app.ServerLimits())) as client:
         body = {"messages": [{"role": "user", "content": "2+2?"}], "seed": 0}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
         own = {"messages": [{"role": "system", "content": "Sing."}, {"role": "user", "content": "2+2?"}]}
@@ -207,7 +207,7 @@ def test_an_adapter_and_its_merge_have_it_too(work, capsys):
     folder = run(work, "adapted", "policy", *sampled("--lora.rank", "2"))
     assert cli.main(["merge", str(folder / "adapter"), "--out", str(work / "merged")]) == 0
     for place in (folder / "model", folder / "adapter", work / "merged"):
-        known = as_trained.read(place)
+        known = as_trained.read_as_trained(place)
         assert known is not None
         assert known.sampling == replace(TRAINED, stop_ids=known.sampling.stop_ids)
         config = json.loads((place / "generation_config.json").read_text())
@@ -249,7 +249,7 @@ def test_a_value_model_of_adapters_keeps_the_meaning_of_its_head(work, capsys):
     assert cli.main(merge) == 2
     assert "nlgrpo.json cannot be read" in capsys.readouterr().err
     for place in (folder / "model", work / "merged-value"):
-        model, trained = reward_model.load(str(place))
+        model, trained = reward_model.load_reward_model(str(place))
         assert trained
         assert kind_of(model) == "bce"
         assert load_tokenizer(place).model_max_length == 20

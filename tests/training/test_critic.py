@@ -35,7 +35,7 @@ def root(tmp_path_factory):
 
 def make_learner(root, cfg: Config) -> Learner:
     policy, reference = (decoder.load(root / name, dtype=torch.float64) for name in ("policy", "reference"))
-    value = critic.make(cfg, policy, ALONE, torch.float64)
+    value = critic.make_critic(cfg, policy, ALONE, torch.float64)
     optimizer = make_optimizer(policy, cfg.optim, value.module)
     reference.requires_grad_(False)
     return Learner(
@@ -228,7 +228,7 @@ def test_a_checkpoint_with_a_critic_can_initialize_a_reward_model(root, prompts,
     from nlgrpo.model import reward_model
 
     assert train.main(arguments(root, tmp_path / "run", "--train.steps", "2")) == 0
-    begun, _ = reward_model.load(str(tmp_path / "run" / "checkpoints" / "step-00000002"))
+    begun, _ = reward_model.load_reward_model(str(tmp_path / "run" / "checkpoints" / "step-00000002"))
     exported = decoder.load(tmp_path / "run" / "model")
     assert torch.equal(begun.blocks[0].qkv.weight, exported.blocks[0].qkv.weight)
 
@@ -252,23 +252,23 @@ def test_a_checkpoint_with_a_critic_can_initialize_a_reward_model(root, prompts,
 )
 def test_an_invalid_configuration_is_refused(changed, message):
     cfg = Config(rewards={"a": RewardConfig("length(target=2, scale=8)")}, loss=LossConfig("ppo"))
-    validate.check(replace(cfg, critic=CriticConfig(clip=float("inf"))))
+    validate.check_config(replace(cfg, critic=CriticConfig(clip=float("inf"))))
     with pytest.raises(ValueError, match=message):
-        validate.check(replace(cfg, **changed))
+        validate.check_config(replace(cfg, **changed))
 
 
 def test_a_group_of_one_needs_no_baseline_with_a_critic():
     cfg, _ = from_arguments(["length-mean", "--loss.algorithm", "ppo", "--loss.baseline", "none"])
     alone = replace(cfg, rollout=replace(cfg.rollout, samples=1))
-    validate.check(alone)
+    validate.check_config(alone)
     assert schema.to_dict(cfg)["critic"]["trunk"] == "own"
     for objective in ("soft:0.1", "erm:2", "bop:3", "cvar:0.5", "bon:4"):  # of one sample, two of them are constant
         rewards = {"a": RewardConfig("length(target=2, scale=8)", objective)}
         if objective in ("soft:0.1", "erm:2"):
             with pytest.raises(ValueError, match=r"needs rollout\.samples >= 2"):
-                validate.check(replace(alone, rewards=rewards))
+                validate.check_config(replace(alone, rewards=rewards))
         else:
-            validate.check(replace(alone, rewards=rewards))
+            validate.check_config(replace(alone, rewards=rewards))
 
 
 # --- completions without a reward -------------------------------------------------------------------------------------

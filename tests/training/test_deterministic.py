@@ -8,7 +8,7 @@ from helpers import training_folder
 
 from nlgrpo import train
 from nlgrpo.config.schema import Config, LossConfig, RolloutConfig, TrainConfig
-from nlgrpo.config.validate import check
+from nlgrpo.config.validate import check_config
 from nlgrpo.model.decoder import load
 from nlgrpo.runtime.seeding import WORKSPACE
 from nlgrpo.training.learner import Learner
@@ -101,10 +101,10 @@ def test_the_error_names_the_op_and_the_setting(work, tmp_path, monkeypatch, cap
 def test_completions_of_vllm_are_refused():
     config = Config(train=TrainConfig(deterministic=True), rollout=RolloutConfig(engine="vllm"))
     with pytest.raises(ValueError, match=r"train.deterministic: completions of vLLM depend on how it batches"):
-        check(config)
+        check_config(config)
     offline = Config(
         train=TrainConfig(deterministic=True), rollout=RolloutConfig(engine="vllm"), loss=LossConfig("dpo")
     )
     with pytest.raises(ValueError, match="the configuration cannot be run") as raised:  # of other things
-        check(offline)
+        check_config(offline)
     assert "train.deterministic" not in str(raised.value)

@@ -18,7 +18,8 @@ from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.objectives.registry import BestOfN, linearize_present
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.training.learner import Learner, learning_rate, make_optimizer
+from nlgrpo.training.learner import Learner, make_optimizer
+from nlgrpo.training.schedules import learning_rate
 
 P, M, LIMIT, TEMPERATURE, SEED = 4, 3, 9, 0.8, 5
 NORMALIZATIONS = ["grpo", "bnpo", "dapo", "dr_grpo"]

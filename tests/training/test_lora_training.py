@@ -106,7 +106,7 @@ def test_checkpoints_hold_what_is_trained(work):
     moments = {name.split("/")[1] for name in stored if name.startswith("optimizer/")}
     assert moments == names
     with pytest.raises(ValueError, match=r"has adapters .*RUN/model"):
-        reward_model.load(str(work / "small" / "checkpoints" / "step-00000004"))
+        reward_model.load_reward_model(str(work / "small" / "checkpoints" / "step-00000004"))
 
 
 def test_the_reference_is_the_model_that_training_started_from(work, monkeypatch):
@@ -121,7 +121,7 @@ def test_the_reference_is_the_model_that_training_started_from(work, monkeypatch
 
         def compared(self, rollout):
             ref = original(self, rollout)
-            found.append((ref, self.score(copy, rollout)))
+            found.append((ref, self.logprobs_of(copy, rollout)))
             return ref
 
         monkeypatch.setattr(type(learner), "reference_logprobs", compared)
@@ -220,8 +220,8 @@ def test_reward_models(model, work):
     merged = logits(kind.from_pretrained(folder / "model", **LIKE), TOKENS)
     assert merged.abs().max() > 1e-3
     torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=1e-5)
-    before = reward_model.load(str(work / model), dtype=torch.float64)[0]
-    after = reward_model.load(str(folder), dtype=torch.float64)[0]
+    before = reward_model.load_reward_model(str(work / model), dtype=torch.float64)[0]
+    after = reward_model.load_reward_model(str(folder), dtype=torch.float64)[0]
     for name, parameter in before.named_parameters():
         linear = name.startswith("blocks.") and parameter.dim() == 2
         assert bool((parameter != dict(after.named_parameters())[name]).any()) == (linear or name == "head.weight")

@@ -27,12 +27,12 @@ from nlgrpo.config.schema import (
     RolloutConfig,
 )
 from nlgrpo.data.prompt_dataset import PromptSet
-from nlgrpo.engine.rollouts.reference_rollouts import load
+from nlgrpo.engine.rollouts.reference_rollouts import load_rollouts
 from nlgrpo.model import decoder
 from nlgrpo.runtime.device import MicroBatchLimit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import offline
-from nlgrpo.training.build import build
+from nlgrpo.training.build import build_setup
 from nlgrpo.training.learner import Learner, make_optimizer
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -238,7 +238,7 @@ def rollouts(root):
 
 
 def run_of(root, **more):
-    return build(from_arguments(options(root, **more))[0], ALONE)
+    return build_setup(from_arguments(options(root, **more))[0], ALONE)
 
 
 def of_step(run, cursor, count, ranks=ALONE):
@@ -251,7 +251,7 @@ def of_step(run, cursor, count, ranks=ALONE):
 def test_no_sample_is_used_twice_in_a_pass(root, rollouts, algorithm):
     """n = 1 or pairs of 2: 4 visits take 12 of 50 samples each, which are those that were drawn."""
     run = run_of(root, loss__algorithm=algorithm, offline__n=2 if algorithm == "dpo" else 1)
-    kept = load(rollouts)
+    kept = load_rollouts(rollouts)
     for again in range(2):
         seen = Counter(response for v in range(4) for own in of_step(run, again * 16 + 4 * v, 4)[1] for response in own)
         for ids in run.prompts.ids:
@@ -271,7 +271,7 @@ def test_pairs_are_the_best_and_the_worst_by_the_weighted_sum(root, rollouts):
     assert len(found) > 10
     assert all(reward_of[chosen[0]] > reward_of[rejected[0]] for (_, chosen), (_, rejected) in found)
     mean = sum(reward_of[chosen[0]] for (_, chosen), _ in found) / len(found)
-    single = sum(sum(reward_of[y] for (y,) in load(rollouts).ids(p)) / 50 for p in range(4)) / 4
+    single = sum(sum(reward_of[y] for (y,) in load_rollouts(rollouts).ids(p)) / 50 for p in range(4)) / 4
     assert mean > single + 5  # the best of 3, of rewards that spread over 27
 
 
@@ -279,7 +279,7 @@ def test_the_automatic_alpha_makes_both_terms_of_bonbon_equal(root, rollouts):
     """At the start h = 0, and the likelihood is that of the reference's samples."""
     run = run_of(root, loss__algorithm="bonbon", offline__n=4, offline__alpha="None")
     alpha, margin = run.samples.config.alpha, 3 * (1 + 1 / 2 + 1 / 3)
-    likelihood = -float(load(rollouts).logprobs.mean())
+    likelihood = -float(load_rollouts(rollouts).logprobs.mean())
     assert alpha * likelihood == pytest.approx((1 - alpha) * margin**2)
     assert 0 < alpha < 1
     assert run_of(root, loss__algorithm="bonbon", offline__n=4).samples.config.alpha == 0.005
@@ -385,7 +385,7 @@ def best_of(p, n):
 
 def of_the_rollouts(folder):
     """The distribution of the saved samples, which training uses for the reference."""
-    kept = load(folder)
+    kept = load_rollouts(folder)
     rows = [kept.row([WORDS.index(word) for word in p.split()]) for p in PROMPTS]
     counts = torch.tensor([[[y for (y,) in kept.ids(r)].count(w) for w in range(len(WORDS))] for r in rows])
     return counts.double() / counts.sum(1, keepdim=True)
@@ -618,10 +618,10 @@ def test_an_invalid_configuration_is_refused(changed, message):
         calibration=CalibrationConfig("rollouts"),
         loss=LossConfig("dpo"),
     )
-    validate.check(good)
+    validate.check_config(good)
     winners = replace(good, loss=LossConfig("bon_sft", beta=0.0), offline=OfflineConfig(n=1))
-    validate.check(winners)
-    validate.check(replace(winners, rollout=RolloutConfig(samples=1)))
-    validate.check(replace(good, loss=LossConfig("bonbon"), offline=OfflineConfig(n=2, rejected="random")))
+    validate.check_config(winners)
+    validate.check_config(replace(winners, rollout=RolloutConfig(samples=1)))
+    validate.check_config(replace(good, loss=LossConfig("bonbon"), offline=OfflineConfig(n=2, rejected="random")))
     with pytest.raises(ValueError, match=message):
-        validate.check(replace(good, **changed))
+        validate.check_config(replace(good, **changed))

@@ -15,11 +15,11 @@ from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import CalibrationConfig, Config, LossConfig, RewardConfig, RolloutConfig
 from nlgrpo.engine.backends import NativeEngine
-from nlgrpo.engine.rollouts.reference_rollouts import load
+from nlgrpo.engine.rollouts.reference_rollouts import load_rollouts
 from nlgrpo.model import decoder
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training import policy
-from nlgrpo.training.build import build
+from nlgrpo.training.build import build_setup
 from nlgrpo.training.rollouts import Rollouts
 from nlgrpo.training.trainer import Progress
 
@@ -90,7 +90,7 @@ def metrics_of(folder):
 def calibrated_of(root, **more):
     """Data of the first step of a run: rollout, rewards, calibrated rewards, and the numbers of the reference."""
     cfg, _ = from_arguments(options(root, **more))
-    run = build(cfg, Ranks(0, 1, torch.device("cpu")))
+    run = build_setup(cfg, Ranks(0, 1, torch.device("cpu")))
     learner = policy.load_learner(run)
     progress = Progress(beta=cfg.loss.beta)
     rollouts = Rollouts(run, run.sampler, learner, NativeEngine(learner.model), progress, lambda: None)
@@ -107,7 +107,7 @@ def calibrated_of(root, **more):
 def test_a_calibrated_reward_is_the_share_of_samples_that_it_beats(root, rollouts, text, phi):
     more = {"rewards__first__transform": text, "calibration__rollouts": rollouts}
     _, batch, _, scores, calibrated, _ = calibrated_of(root, **more)
-    kept = load(rollouts)
+    kept = load_rollouts(rollouts)
     for p, ids in enumerate(batch.ids):
         theirs = kept.rewards["first"][kept.row(ids)].tolist()
         assert len(theirs) == 50
@@ -123,7 +123,7 @@ def test_other_calibrations_count_other_samples(root, rollouts, by):
     more = {"rewards__first__transform": "exp:3", "calibration__rollouts": rollouts}
     _, batch, _, scores, calibrated, _ = calibrated_of(root, **more, calibration__by=by)
     *_, usual, _ = calibrated_of(root, **more)
-    kept = load(rollouts)
+    kept = load_rollouts(rollouts)
     pool = kept.rewards["first"].flatten().tolist()
     assert len(pool) == 50 * len(PROMPTS)
     for p, ids in enumerate(batch.ids):
@@ -144,7 +144,7 @@ def test_a_vbon_reward_counts_in_a_total_order(root, rollouts, bound):
     _, batch, rollout, scores, calibrated, ref = calibrated_of(
         root, rewards__first__transform=text, calibration__rollouts=rollouts
     )
-    kept = load(rollouts)
+    kept = load_rollouts(rollouts)
     own = rollout.completion_ids()
     for p, ids in enumerate(batch.ids):
         row = kept.row(ids)
@@ -220,7 +220,7 @@ def test_ranks_are_among_the_samples_of_the_reference_that_have_the_reward(root,
 
     more = of_task(root, rewards__first__transform=text, calibration__rollouts=partly_scored, calibration__by=by)
     _, batch, rollout, scores, calibrated, _ = calibrated_of(root, **more)
-    kept, own = load(partly_scored), rollout.completion_ids()
+    kept, own = load_rollouts(partly_scored), rollout.completion_ids()
     pool = [r for r in kept.rewards["first"].flatten().tolist() if r == r]
     sizes = set()
     for p, ids in enumerate(batch.ids):
@@ -320,7 +320,7 @@ def test_prompts_without_rollouts_are_reported_before_training(root, tmp_path):
     with pytest.raises(ValueError, match=r"1 of 4 prompts have no rollouts .*calibration.missing = 'draw'"):
         calibrated_of(root, **more)
     _, batch, _, _, calibrated, _ = calibrated_of(root, **more, calibration__missing="draw")
-    kept = load(tmp_path / "few")
+    kept = load_rollouts(tmp_path / "few")
     (p,) = [p for p, ids in enumerate(batch.ids) if kept.row(ids) is None]
     assert set((calibrated["first"].ranks[p] * 16).round(decimals=9).tolist()) <= set(
         range(17)
@@ -458,6 +458,6 @@ def refused(reward, loss, calibration, message):
         loss=LossConfig(**{"beta": 1.0} | loss),
     )
     with pytest.raises(ValueError, match=message):
-        validate.check(cfg)
+        validate.check_config(cfg)
     plain = replace(cfg, rewards={"a": RewardConfig("length(target=2, scale=8)", "mean")})
-    validate.check(plain)
+    validate.check_config(plain)

@@ -15,7 +15,7 @@ from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
-from nlgrpo.engine.rollouts import inputs, run_inputs, store
+from nlgrpo.engine.rollouts import run_inputs, store
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.runtime import user_code
 
@@ -132,13 +132,13 @@ def test_copies_and_touched_files_are_the_same_inputs(work, capsys, monkeypatch)
 def test_inputs_that_were_not_recorded(work, capsys):
     """A run of an older version resumes and says so; from then on changes are noticed."""
     assert train.main(arguments(work)) == 0
-    (work / "run" / run_inputs.FILE).unlink()
+    (work / "run" / run_inputs.INPUTS_FILE).unlink()
     CHANGES["data"](work)
     assert train.main(arguments(work, steps=2)) == 0
     assert "began before inputs were recorded" in capsys.readouterr().err
     CHANGES["data"](work)
     assert train.main(arguments(work, steps=3)) == 2
-    (work / "run" / run_inputs.FILE).write_text("[]")
+    (work / "run" / run_inputs.INPUTS_FILE).write_text("[]")
     assert train.main(arguments(work, steps=3)) == 2
     assert "inputs.json cannot be read" in capsys.readouterr().err
 
@@ -308,9 +308,9 @@ def test_the_code_of_a_reward_is_that_of_the_user(tmp_path):
     before = store.digest_of_function(function, named, "spec")
     append(tmp_path / "rewards.py", "# another version\n")
     assert store.digest_of_function(function, named, "spec") != before
-    assert inputs._code_in(f"distortion:{run_inputs.__name__}:digest_of_ids") == [Path(run_inputs.__file__)]
-    assert inputs._code_in(f"fp:distortion:{tmp_path / 'rewards.py'}:one") == [tmp_path / "rewards.py"]
-    assert inputs._code_in("cvar:0.1") == inputs._code_in("mean") == []
+    assert run_inputs._code_in(f"distortion:{run_inputs.__name__}:digest_of_ids") == [Path(run_inputs.__file__)]
+    assert run_inputs._code_in(f"fp:distortion:{tmp_path / 'rewards.py'}:one") == [tmp_path / "rewards.py"]
+    assert run_inputs._code_in("cvar:0.1") == run_inputs._code_in("mean") == []
 
 
 def test_digests_tell_examples_apart():

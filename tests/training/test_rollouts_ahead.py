@@ -278,7 +278,7 @@ def test_settings_that_do_not_fit_are_refused():
     ):
         cfg, _ = from_arguments(["length-bon", *more])
         with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-            validate.check(cfg)
+            validate.check_config(cfg)
 
 
 def test_without_vllm_a_colocated_run_says_what_to_install(tmp_path, capsys, monkeypatch):

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
+from nlgrpo.kernels.reference import PolicyLossSettings
 from nlgrpo.losses.policy import packed_loss, token_weights
 from nlgrpo.objectives import importance_sampling
 from nlgrpo.objectives.advantages import advantages
@@ -93,15 +94,16 @@ def theirs(trainer, inputs, loss_type, beta, bias_correction, level):
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 
-def ours(trainer, inputs, loss_type, beta, bias_correction, level, **options):
+def ours(trainer, inputs, loss_type, beta, bias_correction, level, token_ratios=None, **options):
     keep = inputs["completion_mask"].bool()
     old, ref = inputs.get("old_per_token_logps"), inputs["ref_per_token_logps"]
     tokens = GENERATION_TOKENS / 2 if loss_type == "dapo" else int(LENGTHS.sum())
     weights = token_weights(loss_type, LENGTHS, sequences=6, tokens=tokens, max_length=MAX_LENGTH)
     return packed_loss(
         completion_logprob(trainer.model, inputs, trainer.temperature)[keep], None if old is None else old[keep],
-        inputs["advantages"], keep.nonzero()[:, 0], weights, ref_logprob=ref[keep], level=level, eps_low=0.1,
-        eps_high=0.2, beta=beta, kl="k3_iw" if bias_correction else "k3", **options,
+        inputs["advantages"], keep.nonzero()[:, 0], weights, ref_logprob=ref[keep], level=level,
+        token_ratios=token_ratios,
+        settings=PolicyLossSettings(0.1, 0.2, beta=beta, kl="k3_iw" if bias_correction else "k3", **options),
     )  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def test_importance_sampling_is_that_of_trl(trainer, inputs, mode, loss_type, mo
     truth = gradients(trainer.model, loss)
 
     keep = inputs["completion_mask"].bool()
-    correction = importance_sampling.parse(text, level)
+    correction = importance_sampling.parse_correction(text, level)
     ratios = correction.ratios(here, sampler, LENGTHS)
     assert (ratios.weights != ratios.uncut).any()
     assert (ratios.weights == ratios.uncut).any()

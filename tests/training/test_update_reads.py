@@ -87,7 +87,7 @@ def reads_of(root, case, micro):
     ref = trained.reference_logprobs(rollout)
     corrected = None
     if loss.correction != "none":
-        policy = trained.score(trained.model, rollout)
+        policy = trained.logprobs_of(trained.model, rollout)
         corrected = correct(Correction("tis", 0.0, 2.0, "token"), policy, rollout.logprobs, rollout.lengths)
     count = len(trained.micro_batches(rollout, list(range(P * M))))
     with HostReads() as reads:
@@ -166,9 +166,9 @@ def test_other_rows_and_other_rollouts_are_packed_on_their_own(root, packed_rows
     dropped = torch.tensor([False, True, False, False])
     update(trained, rollout, some_advantages(), dropped=dropped)
     assert packed_rows == [P * M, (P - 1) * M]
-    first = trained.score(trained.model, rollout)
+    first = trained.logprobs_of(trained.model, rollout)
     tokens = (other.tokens + 1) % 20 + 3
-    changed = trained.score(trained.model, replace(other, tokens=tokens))
+    changed = trained.logprobs_of(trained.model, replace(other, tokens=tokens))
     assert packed_rows[2:] == [P * M, P * M]
     assert not torch.equal(first, changed)
 

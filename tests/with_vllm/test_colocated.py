@@ -129,7 +129,7 @@ def test_adapters_are_given_as_such_or_merged(models, ranks, tmp_path, as_adapte
     config = LoraConfig(rank=3)
     model = decoder.load(models["llama"])
     lora.attach(model, config, torch.float32)
-    adapters.begin(model, config, seed=1)
+    adapters.init_adapters(model, config, seed=1)
     options = VLLMConfig(adapters=as_adapter)
     engine = ColocatedVLLM.start(
         models["llama"], model.shape, ranks=ranks, compute=torch.float32, options=options, context=100, max_rows=64,
@@ -150,7 +150,7 @@ def test_an_architecture_without_adapters_gets_merged_weights(models, ranks, cap
     config = LoraConfig(rank=3)
     model = decoder.load(models["gpt2"])
     lora.attach(model, config, torch.float32)
-    adapters.begin(model, config, seed=1)
+    adapters.init_adapters(model, config, seed=1)
     engine = start(models["gpt2"], ranks, adapter=config)
     assert "vLLM has no adapters for the model in" in capsys.readouterr().err
     change(model, 0)

@@ -6,14 +6,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from vllm_processes import STORY
 
 from nlgrpo.rewards.reward_functions import score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 PROMPTS = ["Once upon a time", "The dog was", "", "A"]
 ANSWERS = [" there was a cat.", " very happy and ran and ran.", "Yes!", " b"]
 
 
 def scores_of(spec):
-    scores = score([load("r", spec)], prompts=PROMPTS, completions=ANSWERS, completion_ids=[[1]] * 4, columns={},
+    scores = score([load_reward("r", spec)], prompts=PROMPTS, completions=ANSWERS, completion_ids=[[1]] * 4, columns={},
                    samples=4, step=0, total_steps=1)  # fmt: skip
     return scores.values["r"].flatten()
 

@@ -42,7 +42,7 @@ class Merge:
 def main(arguments: Sequence[str]) -> int:
     """Merge. Raises UserError for a folder that is not empty, a missing or unsupported adapter, and a wrong model."""
     options = tyro.cli(Merge, args=list(arguments), prog="nlgrpo merge")
-    folder, adapter = Path(os.path.expanduser(options.out)), adapters.read(options.adapter)
+    folder, adapter = Path(os.path.expanduser(options.out)), adapters.read_adapter(options.adapter)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out {folder} exists already and is not an empty folder")
     name = options.model or adapter.base
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 def _merge_causal_model(adapter: Adapter, source: Path, stored: torch.dtype, dtype: torch.dtype, folder: Path) -> None:
     """``stored``: dtype that holds the weights of the model as they are, so that only the sums are rounded."""
     model = decoder.load(source, dtype=adapter.dtype, shard=lambda m: lora.attach(m, adapter.config, stored))
-    adapters.load(model, adapter)
+    adapters.load_adapter(model, adapter)
     as_trained.check_base(adapter.folder, source)
     merged = lora.merged(model, model.named_parameters(), dtype)
     own = load_tokenizer(_tokenizer_folder(adapter, source))
@@ -77,8 +77,10 @@ def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.
     place = _tokenizer_folder(adapter, source)
     own = load_tokenizer(place)
     wide = torch.promote_types(adapter.dtype, hf_weights.Checkpoint(source).widest)  # a checkpoint may be wider
-    model, trained = reward_model.load(name, dtype=wide, shard=lambda m: lora.attach(m, adapter.config, wide))
-    adapters.load(model, adapter)
+    model, trained = reward_model.load_reward_model(
+        name, dtype=wide, shard=lambda m: lora.attach(m, adapter.config, wide)
+    )
+    adapters.load_adapter(model, adapter)
     as_trained.check_base(adapter.folder, reward_model.locate(name)[1] or source)
     reward_model.read_head(adapter.folder, model)
     longest = min(own.model_max_length, model.shape.context)  # a tokenizer without a limit has 1e30

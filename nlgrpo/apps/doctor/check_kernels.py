@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -150,11 +149,12 @@ def policy_pairs(device: str) -> list[Pair]:
 
 def policy_work(device: str) -> Work:
     from nlgrpo.kernels import policy_loss_triton
+    from nlgrpo.kernels.reference import PolicyLossSettings
 
     logprob, old, A, ref = torch.randn(4, 2**25, device=device)
-    settings = (0.2, 0.2, math.inf, 0.1, "k3", "ppo")
+    settings = PolicyLossSettings(beta=0.1)
     arrays = 4 + 3  # read, written
-    return lambda: policy_loss_triton.policy_loss(logprob, old, A, None, ref, None, *settings), arrays * logprob.nbytes
+    return lambda: policy_loss_triton.policy_loss(logprob, old, A, None, ref, None, settings), arrays * logprob.nbytes
 
 
 def sample_pairs(device: str) -> list[Pair]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nlgrpo.apps.evaluate import results
-from nlgrpo.apps.evaluate.model_evaluation import EvaluationOptions, build, evaluate
+from nlgrpo.apps.evaluate.model_evaluation import EvaluationOptions, build_evaluation, evaluate
 from nlgrpo.apps.evaluate.named_models import NamedModel, named
 from nlgrpo.calibration import rewind
 from nlgrpo.config import recipes, schema, validate
@@ -105,7 +105,7 @@ def _override(base: Config, rest: Sequence[str], n: int, of_run: bool) -> Config
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, evaluation=cfg.data.source))
     if cfg.evaluation.prompts < 1:
         raise UserError(f"evaluation.prompts = {cfg.evaluation.prompts}: an evaluation needs at least one prompt")
-    validate.check(cfg)
+    validate.check_config(cfg)
     return cfg
 
 
@@ -122,7 +122,7 @@ def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> lis
     for text in filter(None, map(str.strip, procedures)):
         for name in [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]:
             with as_user_error():
-                again = rewind.parse(name)
+                again = rewind.parse_rewind(name)
                 chosen = again or parse(name, user_code.function)
             if again is not None and again.most > samples:
                 raise UserError(f"--procedures {again}: needs up to {again.most} samples, and --n is {samples}")
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     """Evaluate, write the results and print them. Raises UserError for user errors."""
     options, cfg = read_arguments(arguments)
     with process_group.start(cfg.limits()) as ranks:
-        e = build(options, cfg, ranks)
+        e = build_evaluation(options, cfg, ranks)
         found = evaluate(e)
         if ranks.first:
             write_evaluation(options.out, **found)

@@ -77,7 +77,7 @@ class Evaluation:
         return WorkQueue(self.ranks, self.console)
 
 
-def build(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
+def build_evaluation(options: EvaluationOptions, cfg: Config, ranks: Ranks) -> Evaluation:
     """Load tokenizers, prompts and rewards; `draw` loads the weights, one model at a time."""
     refuse_environment(cfg, "nlgrpo evaluate")
     if any(model.label == REFERENCE for model in options.models):

@@ -57,7 +57,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def named(given: Sequence[str]) -> tuple[NamedModel, ...]:
     """Read models as `read`. Raises UserError as it does, and for two models of one label."""
-    found = read(given)
+    found = read_named_models(given)
     labels = [model.label for model in found]
     for label in labels:
         if labels.count(label) > 1:
@@ -65,7 +65,7 @@ def named(given: Sequence[str]) -> tuple[NamedModel, ...]:
     return tuple(found)
 
 
-def read(given: Sequence[str]) -> list[NamedModel]:
+def read_named_models(given: Sequence[str]) -> list[NamedModel]:
     """Read ``PATH`` or ``LABEL=PATH``; a path that exists is one, whatever its name. A sweep stands for its runs.
 
     Without a label, a run is named by its folder, and a checkpoint by the folders of its run and its own. Raises
@@ -74,7 +74,7 @@ def read(given: Sequence[str]) -> list[NamedModel]:
     found: list[NamedModel] = []
     for text in given:
         label, path = split_label(text)
-        if (path / sweep_state.FILE).is_file():
+        if (path / sweep_state.SWEEP_FILE).is_file():
             found += _of_sweep(path, label)
         elif is_checkpoint(path):
             found.append(NamedModel(label or f"{path.resolve().parents[1].name}/{path.name}", path, label))

@@ -40,7 +40,7 @@ from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.training.evaluation_summary import Estimate, format_numbers, voted
 
-FILE = "results.json"
+RESULTS_FILE = "results.json"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _measured(
             yield name, "mean", rewards.nanmean(1), None, scored
             continue
         for text in procedures:
-            again = rewind.parse(text)
+            again = rewind.parse_rewind(text)
             if again is not None:
                 yield from _rewound(name, again, rewards, reference.rewards[name])
                 continue
@@ -119,7 +119,7 @@ def _measured(
         if name in sampled.answers:
             yield from _majorities(name, sampled.votes(name), procedures)
         for judge in gold if name not in gold else ():
-            for text in (text for text in procedures if rewind.parse(text) is None and not is_voted(text)):
+            for text in (text for text in procedures if rewind.parse_rewind(text) is None and not is_voted(text)):
                 objective = parse(text, user_code.function)
                 judged = sampled.rewards[judge]
                 values = _chosen(rewards, judged, objective)
@@ -167,7 +167,7 @@ def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, reference: Tens
 
 
 def _majorities(name: str, votes: Tensor, procedures: Sequence[str]) -> Measured:
-    for text in (text for text in procedures if rewind.parse(text) is None):
+    for text in (text for text in procedures if rewind.parse_rewind(text) is None):
         objective = parse(text, user_code.function)
         if isinstance(objective, BestOfN):
             values = over_present(partial(_majority, n=objective.n), votes, fewest=objective.n)
@@ -194,7 +194,7 @@ def write(
     rows = [asdict(entry, dict_factory=Coverage.fields) for entry in entries(found, procedures, gold)]
     content: dict[str, object] = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg)}
     content |= {"evaluated": next(iter(found.values())).sizes, "results": rows}
-    atomic_write(folder / FILE, json.dumps(_no_nan(content), indent=1) + "\n")
+    atomic_write(folder / RESULTS_FILE, json.dumps(_no_nan(content), indent=1) + "\n")
 
 
 def _no_nan(value: object) -> object:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo.apps.guided.decoding import RESULTS, Comparison, ComparisonOptions, build, results, run
+from nlgrpo.apps.guided.decoding import RESULTS, Comparison, ComparisonOptions, build_comparison, results, run
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
@@ -59,7 +59,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]
             "" if options.chunk is None or options.chunk >= 1 else f"--chunk {options.chunk}: allowed is >= 1",
         ]
     )
-    validate.check(cfg)
+    validate.check_config(cfg)
     return options, cfg
 
 
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     options, cfg = read_arguments(arguments)
     disable_progress_bar()  # of transformers, for every reward model
     with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:
-        comparison = build(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop))
+        comparison = build_comparison(options, cfg, WorkQueue(ranks, Console(quiet=not ranks.first), stop))
         say = comparison.queue.console.print
         say(plan(comparison))
         if options.dry_run:

@@ -109,7 +109,7 @@ class Comparison:
     def model(self) -> Decoder | TransformersModel:
         """The model, after a first search, so that timings exclude the warm-up of the libraries."""
         device, tokens = self.queue.ranks.device, count_tokens(self.sampler.tokenizer)
-        model = transformers_backend.load(self.source, dtype=self.dtype, device=device, tokens=tokens)
+        model = transformers_backend.load_frozen(self.source, dtype=self.dtype, device=device, tokens=tokens)
         warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=min(4, self.sampler.sampling.max_new_tokens))
         guided_search.search(model, self.batch.ids[:1], Search(2, 2, 2), warm, [])
         return model
@@ -169,7 +169,7 @@ class Comparison:
         sampler, device = self.sampler, self.queue.ranks.device
         if method.implicit:
             assert self.pair is not None
-            value = implicit_reward.load(
+            value = implicit_reward.load_implicit_reward(
                 self.pair, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device
             )
             return [(value, 1.0)]
@@ -259,11 +259,11 @@ def _pair(options: ComparisonOptions) -> implicit_reward.Pair | None:
         raise UserError(f"--{given} without --{missing}: an implicit reward is the difference of two models' log-probs")
     if not options.tuned:
         return None
-    implicit_reward.check((options.tuned, options.untuned))
+    implicit_reward.check_pair((options.tuned, options.untuned))
     return options.tuned, options.untuned
 
 
-def build(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
+def build_comparison(options: ComparisonOptions, cfg: Config, queue: WorkQueue) -> Comparison:
     """Load tokenizer, prompts and rewards. Raises UserError for a configuration that cannot be run."""
     refuse_environment(cfg, "nlgrpo decode")
     source = hf_weights.locate(cfg.model.path)

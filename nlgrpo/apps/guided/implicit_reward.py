@@ -32,7 +32,7 @@ def digests(pair: Pair) -> list[str]:
     return [f"{digest_of_model(folder)}-{digest_of_tokenizer(load_tokenizer(folder))}" for folder in folders]
 
 
-def check(pair: Pair) -> None:
+def check_pair(pair: Pair) -> None:
     """Raise UserError if a model of the pair does not exist, or if they have different tokenizers."""
     tuned, untuned = (load_tokenizer(_folder(name)) for name in pair)
     if not same_ids(tuned, untuned):
@@ -42,7 +42,7 @@ def check(pair: Pair) -> None:
         )
 
 
-def load(
+def load_implicit_reward(
     pair: Pair,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
@@ -54,7 +54,7 @@ def load(
 
     Raises UserError for models that do not exist or do not have the same tokenizer.
     """
-    check(pair)
+    check_pair(pair)
     tuned, untuned = (decoder.load(_folder(name), dtype=dtype, device=device).eval() for name in pair)
     name, theirs = f"log-prob of {pair[0]} minus that of {pair[1]}", load_tokenizer(_folder(pair[0]))
     for model in (tuned, untuned):

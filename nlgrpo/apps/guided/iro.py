@@ -73,7 +73,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
         else "--train.restart is for `nlgrpo train`: `iro` always resumes; choose another --out to restart",
     ]
     validate.refuse(faults)
-    validate.check(cfg)
+    validate.check_config(cfg)
     return options, cfg
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nlgrpo.apps.guided.value_config import from_arguments
-from nlgrpo.apps.guided.value_training import build
+from nlgrpo.apps.guided.value_training import build_value_trainer
 from nlgrpo.training import scalar_heads, trainer
 
 
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def launch(rest: Sequence[str], dry_run: bool, *, compress: bool) -> None:
         cfg = from_arguments(rest, compress=compress)
-        trainer.launch(cfg, build, limits=cfg.train.limits(), dry_run=dry_run)
+        trainer.launch(cfg, build_value_trainer, limits=cfg.train.limits(), dry_run=dry_run)
 
     modes = {
         "train": lambda rest, dry_run: launch(rest, dry_run, compress=False),

@@ -159,7 +159,7 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
     return cfg
 
 
-def check(cfg: ValueConfig) -> None:
+def check_value_config(cfg: ValueConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
     need, data, loss, compress = partial(need_of, cfg), cfg.data, cfg.loss, cfg.compress
     head_only = cfg.train.head_only  # Muon is for the matrices of the blocks

@@ -108,7 +108,7 @@ class Outcomes:
         )
 
 
-def load(
+def load_outcomes(
     folders: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -125,7 +125,7 @@ def load(
     has changed, and if no completion remains.
     """
     parts = []
-    for rollouts in map(reference_rollouts.load, folders):
+    for rollouts in map(reference_rollouts.load_rollouts, folders):
         final_rewards = _final_rewards(rollouts, rewards, weights, need_rewards)
         parts.append(_load_one(rollouts, final_rewards, tokenizer, max_length))
     outcomes = Outcomes(
@@ -205,7 +205,7 @@ def rewards_of(folder: Path) -> set[str]:
 
 
 def _all_exist(rollouts: Sequence[Path]) -> bool:
-    return all((path / reference_rollouts.FILE).is_file() for path in rollouts)
+    return all((path / reference_rollouts.ROLLOUTS_FILE).is_file() for path in rollouts)
 
 
 def _retokenizer(rollouts: ReferenceRollouts, tokenizer: PreTrainedTokenizerBase) -> Retokenizer | None:

@@ -24,7 +24,7 @@ from nlgrpo.apps.guided.value_config import (
     ValueEvaluationConfig,
     ValueTrainConfig,
 )
-from nlgrpo.apps.rollout.job import Job, build, open_folder, roll_out
+from nlgrpo.apps.rollout.job import Job, build_job, open_folder, roll_out
 from nlgrpo.config.schema import Config, OptimConfig
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search, guides
@@ -169,7 +169,7 @@ class Loop:
 
     def job(self, t: int) -> Job:
         """Job for the rollouts of iteration t; the value models 1 .. t-1 must exist."""
-        job = build(self.cfg, self.queue, self.rollouts(t), samples=self.options.samples)
+        job = build_job(self.cfg, self.queue, self.rollouts(t), samples=self.options.samples)
         source = job.prompts.take(0, len(job.prompts))
         batch = source.only(self._prompts(t, source.ids[: self.training_prompts(job)]))
         job = dataclasses.replace(job, batch=batch, sampler=dataclasses.replace(job.sampler, seed=self._seed(t)))
@@ -295,7 +295,7 @@ class Loop:
         done = results.is_file() and "after" in json.loads(results.read_text("utf-8"))
         if self.queue.ranks.any(not done):
             assert self.queue.stop is not None
-            return value_training.build(cfg, self.queue.ranks).fit(self.queue.stop)
+            return value_training.build_value_trainer(cfg, self.queue.ranks).fit(self.queue.stop)
         advice = ADVICE + ", or --no-compress" * bool(cfg.compress.values)
         run_folder.claim(cfg.run, cfg, self.queue.ranks, free=run_folder.free_keys(cfg), restart=False, advice=advice)
         self.queue.console.print(f"{cfg.run} is already done", highlight=False, soft_wrap=True)
@@ -332,7 +332,7 @@ def results(loop: Loop) -> list[dict[str, Any]]:
     """Return one row per iteration: rewards of its rollouts, held-out explained variance of its value model, beta."""
     rows = []
     for t in range(1, loop.options.iterations + 1):
-        rollouts = reference_rollouts.load(loop.rollouts(t))
+        rollouts = reference_rollouts.load_rollouts(loop.rollouts(t))
         weights = [(name, reward.weight) for name, reward in loop.cfg.rewards.items() if reward.weight != 0]
         values = torch.stack([rollouts.reward(name) for name, _ in weights])
         rewards = sum_of_applicable(values, [weight for _, weight in weights])

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from nlgrpo.apps.guided import value_dataset
-from nlgrpo.apps.guided.value_config import ValueConfig, check
+from nlgrpo.apps.guided.value_config import ValueConfig, check_value_config
 from nlgrpo.apps.guided.value_dataset import Outcomes
 from nlgrpo.engine.rollouts.store import same_ids
 from nlgrpo.errors import UserError
@@ -225,14 +225,14 @@ def evaluated(sums: Tensor) -> dict[str, Any]:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
+def build_value_trainer(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
     """Load tokenizer, rollouts and models. Raises UserError for a configuration that cannot be run."""
-    check(cfg)
+    check_value_config(cfg)
     seed_everything(cfg.train.seed)
     source = reward_model.locate(cfg.model.path)[0]
     tokenizer = load_tokenizer(source)
     longest = scalar_heads.max_length(cfg.model.path, cfg.data.max_length)
-    outcomes = value_dataset.load(
+    outcomes = value_dataset.load_outcomes(
         cfg.data.rollouts,
         tokenizer,
         rewards=cfg.data.rewards,
@@ -262,7 +262,7 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
                 f"no completion to train on: {outcomes!r}. data.drop_equal needs prompts with different rewards"
             )
     run = ValueTrainer(
-        outcomes=outcomes, held_out=held_out, teachers=[], **scalar_heads.begin(cfg, ranks, tokenizer, longest)
+        outcomes=outcomes, held_out=held_out, teachers=[], **scalar_heads.trainer_fields(cfg, ranks, tokenizer, longest)
     )
     if cfg.train.head_only:
         run.model.requires_grad_(False)
@@ -276,7 +276,7 @@ def build(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
 def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     compute = compute_dtype(run.config.model.dtype, run.ranks.device)
     sharded = partial(shard, ranks=run.ranks, compute=compute, parallel=run.config.parallel)
-    model, trained = reward_model.load(path, dtype=compute, device=run.ranks.device, shard=sharded)
+    model, trained = reward_model.load_reward_model(path, dtype=compute, device=run.ranks.device, shard=sharded)
     if not trained:
         raise UserError(f"compress.values: {path} is not a value model: it has no scalar head")
     if not same_ids(load_tokenizer(reward_model.locate(path)[0]), run.tokenizer):

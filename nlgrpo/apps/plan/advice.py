@@ -176,7 +176,7 @@ def _on_more_gpus(work: Workload, machine: Machine) -> Alternative | None:
     return None
 
 
-def check(work: Workload, limit: float, where: str) -> None:
+def check_fits(work: Workload, limit: float, where: str) -> None:
     """Raise UserError if the run needs more than ``limit`` bytes per rank; ``where`` names the memory.
 
     Also raised if vLLM's share of a GPU is too small for vLLM. Set ``train.check_memory = false`` to start such a run.

@@ -39,7 +39,7 @@ def workload(cfg: Config, *, gpus: int, prompt: int | None = None, gpu_memory: f
     ``gpu_memory``: bytes of a GPU, for vLLM's share. Raises UserError for a configuration that cannot be run, for a
     model without a config, for a prompt that leaves no room for a completion, and for a share that is too small.
     """
-    validate.check(cfg, world=gpus)
+    validate.check_config(cfg, world=gpus)
     shape = shape_of(decoder.read_config(hf_weights.locate(cfg.model.path, config_only=True)))
     prompt = prompt or cfg.data.max_prompt_tokens or min(PROMPT_TOKENS, shape.context - cfg.rollout.max_new_tokens)
     if prompt < 1 or prompt + cfg.rollout.max_new_tokens > shape.context:

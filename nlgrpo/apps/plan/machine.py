@@ -15,7 +15,7 @@ from typing import Any
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.device import GPU, GPUS, gpu_named
 
-FILE = "measured.json"
+MEASURED_FILE = "measured.json"
 LONGEST_LAUNCH = 1e-3  # seconds; more is a mistake in the unit
 
 
@@ -112,7 +112,7 @@ def read(text: str | None = None) -> dict[str, Costs]:
     A constant that could not be measured is null, and the default stands in. Raises UserError for another format.
     """
     if text is None:
-        text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
+        text = resources.files(__package__).joinpath(MEASURED_FILE).read_text("utf-8")
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -143,4 +143,6 @@ def _costs(card: str, entry: Any) -> Costs:
 
 
 def _broken(why: str) -> UserError:
-    return UserError(f'nlgrpo/apps/plan/{FILE}: {why}; generate the file again, or set it to {{"cards": {{}}}}')
+    return UserError(
+        f'nlgrpo/apps/plan/{MEASURED_FILE}: {why}; generate the file again, or set it to {{"cards": {{}}}}'
+    )

@@ -101,9 +101,9 @@ def check_memory(setup: Setup) -> None:
     host = math.inf if machine is None else machine[0] / ranks
     if device.type == "cuda":
         advice.check_host(work, host)
-        advice.check(work, _gpu_memory(device), "the GPU")
+        advice.check_fits(work, _gpu_memory(device), "the GPU")
     else:
-        advice.check(work, host, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine")
+        advice.check_fits(work, host, "the machine" if ranks == 1 else f"each of {ranks} ranks of the machine")
 
 
 def memory_lines(plan: Memory) -> str:

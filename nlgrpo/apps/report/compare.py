@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from nlgrpo.apps.evaluate.named_models import NamedModel, read
+from nlgrpo.apps.evaluate.named_models import NamedModel, read_named_models
 from nlgrpo.apps.report import figures, run_loader, seeds, success_figures
 from nlgrpo.apps.report.run_loader import NS, REFERENCE
 from nlgrpo.apps.report.seeds import Setting
@@ -114,7 +114,7 @@ def _label(group: Sequence[_Run]) -> str:
 def _runs(given: Sequence[Path | str]) -> list[_Run]:
     """Read runs, each once. Raises UserError for what is no run with an evaluation before and after training."""
     found: dict[Path, _Run] = {}
-    for model in read([str(name) for name in given]):
+    for model in read_named_models([str(name) for name in given]):
         folder = model.path
         if folder.resolve() in found:
             continue

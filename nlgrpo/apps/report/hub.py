@@ -20,7 +20,7 @@ from nlgrpo.training.evaluation_summary import changes, format_change, format_in
 from nlgrpo.training.tracking import run_files
 
 MODELS = ("model", "adapter")
-ATTACHED = (run_files.FILE, report.FILE)  # of the run, in the folder `nlgrpo` of the repository
+ATTACHED = (run_files.METRICS_FILE, report.FILE)  # of the run, in the folder `nlgrpo` of the repository
 TOML = "run.toml"  # its configuration, in the same folder
 
 
@@ -104,7 +104,7 @@ def _results(run: Path, config: Mapping[str, Any]) -> str:
 
 def _training(run: Path, config: Mapping[str, Any]) -> str:
     loss, optim, rollout = (config.get(name, {}) for name in ("loss", "optim", "rollout"))
-    logged = run_files.read_jsonl(run / run_files.FILE)
+    logged = run_files.read_jsonl(run / run_files.METRICS_FILE)
     last = [entry["kl"] for entry in logged[-20:] if isinstance(entry.get("kl"), float)]
     kl = f", KL per token {math.fsum(last) / len(last):.3g} at the end" if last else ""
     facts = (
@@ -115,7 +115,7 @@ def _training(run: Path, config: Mapping[str, Any]) -> str:
     shown = ", ".join(f"{name} {version}" for name, version in ({"nlgrpo": __version__} | versions).items())
     return (
         f"{facts}\n\n`nlgrpo train nlgrpo/{TOML}` trains this model again. `nlgrpo/{report.FILE}` is the report, with "
-        f"all curves, and `nlgrpo/{run_files.FILE}` has the metrics of every step.\n\nVersions: {shown}."
+        f"all curves, and `nlgrpo/{run_files.METRICS_FILE}` has the metrics of every step.\n\nVersions: {shown}."
     )
 
 

@@ -22,11 +22,11 @@ from nlgrpo.training.tracking import run_files
 
 FOLLOWED = (
     *run_loader.CONFIGS,
-    run_files.FILE,
+    run_files.METRICS_FILE,
     run_files.SAMPLES_FILE,
     evaluation_samples.FILE,
-    results.FILE,
-    state.FILE,
+    results.RESULTS_FILE,
+    state.SWEEP_FILE,
 )
 REST = 5.0  # pause after building a report, in units of the time that it took
 
@@ -109,7 +109,7 @@ class LiveReport:
         """One line for each run: the step and when it was logged, or that it is not there yet."""
         now, lines = time.time(), [f"waiting for {folder}" for folder in self._waiting]
         for folder in self.folders:
-            for path in sorted({folder / run_files.FILE, *folder.glob(f"*/{run_files.FILE}")}):
+            for path in sorted({folder / run_files.METRICS_FILE, *folder.glob(f"*/{run_files.METRICS_FILE}")}):
                 if path.is_file():
                     lines.append(f"{path.parent.name}: {_state(path, now)}")
         return lines

@@ -64,7 +64,7 @@ def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = 
     out = out / FILE if out.is_dir() else out
     if out.suffix not in (".html", ".htm"):
         raise UserError(f"cannot write {out}: the name must end in .html")
-    found = run_loader.read(given)
+    found = run_loader.read_runs(given)
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
     name = ", ".join(folder.resolve().name for folder in paths[:4]) + f" and {len(paths) - 4} more" * (len(paths) > 4)

@@ -96,7 +96,7 @@ class ReportData:
         return label, True
 
 
-def read(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportData:
+def read_runs(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportData:
     """Load runs, evaluations and sweeps, each with ``LABEL=`` before it for another name.
 
     With ``join_seeds``, finished runs that differ in the seed only are one model. Raises UserError for a folder of
@@ -123,9 +123,9 @@ def read(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportDat
 
 def kind_of(folder: Path) -> str:
     """Return "run", "evaluation" or "sweep". Raises UserError for a folder of another kind."""
-    if (folder / sweep_state.FILE).is_file():
+    if (folder / sweep_state.SWEEP_FILE).is_file():
         return "sweep"
-    files = (*CONFIGS, run_files.FILE, FILE)
+    files = (*CONFIGS, run_files.METRICS_FILE, FILE)
     if not any((folder / name).is_file() for name in files[:-1]) and _is_evaluation(folder):
         return "evaluation"
     if not any((folder / name).is_file() for name in files):
@@ -141,7 +141,7 @@ def kind_of(folder: Path) -> str:
 
 def _is_evaluation(folder: Path) -> bool:
     """Whether the folder has results, or samples of models that begin with the reference."""
-    if (folder / results.FILE).is_file():
+    if (folder / results.RESULTS_FILE).is_file():
         return True
     start = f'{{"{REFERENCE}"'
     return (folder / FILE).is_file() and (folder / FILE).read_bytes()[: len(start)] == start.encode()
@@ -177,10 +177,10 @@ def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, name: bool, state: str = "") -> None:
     """Add the run in ``folder``; with ``name``, its notes begin with its label."""
     notes: list[str] = []
-    logged = _read_curves(folder / run_files.FILE)
+    logged = _read_curves(folder / run_files.METRICS_FILE)
     found.settings[label] = Settings(read_config(folder, notes), versions(folder))
     if not logged:
-        notes.append(f"{run_files.FILE} has no steps yet; the training curves are left out.")
+        notes.append(f"{run_files.METRICS_FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
     model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
     model.given = given
@@ -246,7 +246,13 @@ def _read_samples(run: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
 
 
 def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
-    return "finished" if "after" in sampled else "not finished" if (run / run_files.FILE).is_file() else "not started"
+    return (
+        "finished"
+        if "after" in sampled
+        else "not finished"
+        if (run / run_files.METRICS_FILE).is_file()
+        else "not started"
+    )
 
 
 def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
@@ -304,7 +310,7 @@ def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) ->
         return
     for point in points:
         label = _unique(f"{given}/{point.name}", taken) if given else unique_label(point.folder, taken)
-        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.FILE, FILE)):
+        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.METRICS_FILE, FILE)):
             _read_run(found, point.folder, label, given, name=True, state=point.state)
         else:
             found.settings[label] = Settings()
@@ -447,7 +453,7 @@ def _reference_of_evaluation(found: ReportData, sampled: EvaluationSamples | Non
 
 
 def _read_results(folder: Path, notes: list[str]) -> tuple[list[Entry], Settings]:
-    path = folder / results.FILE
+    path = folder / results.RESULTS_FILE
     try:
         content = json.loads(path.read_text("utf-8"))
         rows = [_entry(row) for row in content["results"]]

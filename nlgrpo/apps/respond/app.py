@@ -55,7 +55,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What a request may ask for."""
 
     choices: int = 16
@@ -69,7 +69,7 @@ class Limits:
 class Service:
     """Turns requests into jobs, and waits for their responses."""
 
-    def __init__(self, batcher: Batcher, name: str, limits: Limits) -> None:
+    def __init__(self, batcher: Batcher, name: str, limits: ServerLimits) -> None:
         self.batcher, self.name, self.limits = batcher, name, limits
         self.encoding = asyncio.Semaphore(ENCODING)
 
@@ -196,7 +196,7 @@ async def _wait(future: Future[Responses], http: HttpRequest) -> Responses:
         waiting.cancel()
 
 
-def build(batcher: Batcher, name: str, limits: Limits) -> ASGIApp:
+def build_app(batcher: Batcher, name: str, limits: ServerLimits) -> ASGIApp:
     """Build the application: ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/health``."""
     service = Service(batcher, name, limits)
     app = FastAPI(title="nlgrpo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -271,7 +271,7 @@ def _names_a_type(part: str | int) -> bool:
 class Gate:
     """Checks the key, and reads the body up to its limit, before the application sees a request."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         self.app, self.limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

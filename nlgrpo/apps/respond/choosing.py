@@ -44,7 +44,7 @@ class Chooser:
         """Build a chooser; ``device``, ``timeout`` and ``process`` are those of the reward."""
         if how in (VALUE, MAJORITY):
             return cls(how)
-        reward = specs.load("choose", how, device=device, timeout=timeout, process=process)
+        reward = specs.load_reward("choose", how, device=device, timeout=timeout, process=process)
         return cls(how, replace(reward, name=how))  # which its errors name
 
     @classmethod
@@ -55,7 +55,7 @@ class Chooser:
         """
         if how is None or how == MAJORITY:
             return cls(MAJORITY)
-        reward = specs.load("choose", how, timeout=timeout, process=process)
+        reward = specs.load_reward("choose", how, timeout=timeout, process=process)
         if not hasattr(reward.function, "answer"):
             raise UserError(f"{how} extracts no final answers; omit it, or give its class a method answer(text)")
         return cls(MAJORITY, extract=partial(_extracted, replace(reward, name=how)))

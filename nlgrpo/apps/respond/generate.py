@@ -128,7 +128,7 @@ def generate(arguments: Sequence[str]) -> int:
 def _prompts(options: Generate, responder: Responder) -> Batch:
     """Return all prompts, those of the source in its order. Notes say what is left out.
 
-    Raises UserError as `prompt_dataset.load`.
+    Raises UserError as `prompt_dataset.load_prompt_set`.
     """
     asked = ChatOptions(options.system_prompt, options.chat, options.chat_template_kwargs, load_tools(options.tools))
     chat = _over(responder.chat, asked)

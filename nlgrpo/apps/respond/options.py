@@ -147,7 +147,7 @@ class ResponderOptions:
         dtype = compute_dtype(self.dtype, device)
         source = hf_weights.locate(self.model)
         tokenizer = load_tokenizer(source)
-        trained = as_trained.read(source) if self.as_trained else None
+        trained = as_trained.read_as_trained(source) if self.as_trained else None
         sampling = self.sampling(stop_ids_of(tokenizer, source), trained)
         chooser = self._chooser(procedure, device, isolated)
         model, native = self._model(source, dtype, device, count_tokens(tokenizer)), self.engine == "nlgrpo"
@@ -204,5 +204,7 @@ class ResponderOptions:
 
     def _model(self, source: Path, dtype: torch.dtype, device: torch.device, tokens: int) -> Model:
         if self.engine == "nlgrpo":
-            return transformers_backend.load(source, dtype=dtype, device=device, tokens=tokens)
-        return frozen.load_engine(source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows, tokens=tokens)
+            return transformers_backend.load_frozen(source, dtype=dtype, device=device, tokens=tokens)
+        return frozen.load_engine(
+            source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows, tokens=tokens
+        )

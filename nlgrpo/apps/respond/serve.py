@@ -77,6 +77,6 @@ def main(arguments: Sequence[str]) -> int:
         name, how = options.name or options.model, responder.chooser.how if responder.chooser is not None else "nothing"
         shown = f"[{address}]" if ":" in address else address
         print(f"serving {name!r}: {responder.procedure}, chosen by {how}, on http://{shown}:{port}/v1", flush=True)
-        limits = app.Limits(options.max_choices, options.max_body, key)
+        limits = app.ServerLimits(options.max_choices, options.max_body, key)
         batcher = Batcher(responder, options.seed, options.max_queue)
-        return server.run(app.build(batcher, name, limits), batcher, listener, grace=options.grace)
+        return server.run(app.build_app(batcher, name, limits), batcher, listener, grace=options.grace)

@@ -99,7 +99,7 @@ def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:
     return from_file(RewardModelConfig(), arguments, program="nlgrpo reward-model train", about=ABOUT)
 
 
-def check(cfg: RewardModelConfig) -> None:
+def check_reward_model_config(cfg: RewardModelConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
     need, data, train = partial(need_of, cfg), cfg.data, cfg.train
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from nlgrpo.apps.reward_model.config import from_arguments
-from nlgrpo.apps.reward_model.training import build
+from nlgrpo.apps.reward_model.training import build_reward_model_trainer
 from nlgrpo.training import scalar_heads, trainer
 
 
@@ -17,4 +17,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: Sequence[str], dry_run: bool) -> None:
     cfg = from_arguments(arguments)
-    trainer.launch(cfg, build, limits=cfg.train.limits(), dry_run=dry_run)
+    trainer.launch(cfg, build_reward_model_trainer, limits=cfg.train.limits(), dry_run=dry_run)

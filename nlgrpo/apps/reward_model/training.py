@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.apps.reward_model.config import PairsConfig, RewardModelConfig, check
+from nlgrpo.apps.reward_model.config import PairsConfig, RewardModelConfig, check_reward_model_config
 from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
 from nlgrpo.data.sources import is_file, unread
@@ -141,14 +141,16 @@ class _Totals:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def build(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
+def build_reward_model_trainer(cfg: RewardModelConfig, ranks: Ranks) -> RewardModelTrainer:
     """Load tokenizer, pairs and model. Raises UserError for a configuration that cannot be run."""
-    check(cfg)
+    check_reward_model_config(cfg)
     seed_everything(cfg.train.seed)
     tokenizer = load_tokenizer(reward_model.locate(cfg.model.path)[0])
     longest = scalar_heads.max_length(cfg.model.path, cfg.data.max_length)
     pairs, held_out = load_pairs(cfg, tokenizer, longest)
-    return RewardModelTrainer(pairs=pairs, held_out=held_out, **scalar_heads.begin(cfg, ranks, tokenizer, longest))
+    return RewardModelTrainer(
+        pairs=pairs, held_out=held_out, **scalar_heads.trainer_fields(cfg, ranks, tokenizer, longest)
+    )
 
 
 def load_pairs(
@@ -158,7 +160,7 @@ def load_pairs(
     data = cfg.data
 
     def read(source: str, split: str, limit: int | None) -> PairSet:
-        return preference_dataset.load(
+        return preference_dataset.load_preferences(
             source,
             tokenizer,
             max_length=max_length,

@@ -49,7 +49,7 @@ class Job:
         return "nlgrpo" if self.origin.guide else self.cfg.rollout.engine
 
 
-def build(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts: int | None = None) -> Job:
+def build_job(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prompts: int | None = None) -> Job:
     """Load tokenizer, prompts and rewards. The weights are loaded when the first file is sampled.
 
     ``samples``: K, completions per prompt. ``prompts``: number of prompts to use from the start of the source; None
@@ -123,24 +123,24 @@ def _refuse_others(job: Job) -> None:
 
 
 @dataclass
-class Drawn:
+class Throughput:
     """Number of sampled tokens, and the time that took."""
 
     tokens: int = 0
     seconds: float = 0.0
 
-    def over(self, ranks: Ranks) -> Drawn:
+    def over(self, ranks: Ranks) -> Throughput:
         """Combine all ranks: the sum of tokens and the longest time; collective."""
         all_ranks = ranks.gather_objects(self)
-        return Drawn(sum(drawn.tokens for drawn in all_ranks), max(drawn.seconds for drawn in all_ranks))
+        return Throughput(sum(drawn.tokens for drawn in all_ranks), max(drawn.seconds for drawn in all_ranks))
 
 
-def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
+def roll_out(job: Job, draws: RolloutCollector) -> Throughput | None:
     """Sample and score the missing files; returns None if a signal stopped it early. Collective.
 
     Each file is scored right after it is sampled, so a failing reward is noticed early.
     """
-    drawn = Drawn()
+    drawn = Throughput()
     missing = job.queue.missing(draws.chunks, lambda chunk: draws.drawn(chunk) and not _unscored(job, draws, chunk))
     if len(missing) < len(draws.chunks):
         job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
@@ -153,7 +153,7 @@ def roll_out(job: Job, draws: RolloutCollector) -> Drawn | None:
 
 
 def _draw_and_score(
-    job: Job, draws: RolloutCollector, engine: Callable[[], Engine], chunk: Batch, drawn: Drawn
+    job: Job, draws: RolloutCollector, engine: Callable[[], Engine], chunk: Batch, drawn: Throughput
 ) -> None:
     if not draws.drawn(chunk):
         loaded, start = engine(), perf_counter()

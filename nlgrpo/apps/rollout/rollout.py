@@ -3,7 +3,7 @@
     nlgrpo rollout my.toml --samples 100 --out runs/rollouts
     torchrun --nproc-per-node 8 -m nlgrpo.cli rollout my.toml --samples 100 --out runs/rollouts
 
-`reference_rollouts.load` reads the folder. Ranks share the prompts file by file (`training/rollouts/job.py`), and the
+`load_rollouts` reads the folder. Ranks share the prompts file by file (`job.py`), and the
 folder.
 """
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo.apps.rollout.job import Job, build, open_folder, prompts_per_file, roll_out
+from nlgrpo.apps.rollout.job import Job, build_job, open_folder, prompts_per_file, roll_out
 from nlgrpo.apps.rollout.tables import draw_calibration, ks_tables, table
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
@@ -83,7 +83,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
         )
     if options.prompts is not None and options.prompts < 1:
         raise UserError(f"--prompts {options.prompts}: expected >= 1; omit it for all prompts")
-    validate.check(cfg)
+    validate.check_config(cfg)
     return options, cfg
 
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
     with StopSignal() as stop, process_group.start(cfg.limits()) as ranks:
         queue = WorkQueue(ranks, Console(quiet=not ranks.first), stop)
         folder = options.out or Path(f"runs/{cfg.recipe}-rollouts")
-        job = build(cfg, queue, folder, samples=options.samples, prompts=options.prompts)
+        job = build_job(cfg, queue, folder, samples=options.samples, prompts=options.prompts)
         job.queue.console.print(plan(job))
         if not options.dry_run:
             _run(job, options)
@@ -133,7 +133,7 @@ def _run(job: Job, options: Options) -> None:
     if drawn is None:
         say("stopped and saved; run the same command again to resume")
     elif job.queue.ranks.first:
-        rollouts = reference_rollouts.load(job.folder)
+        rollouts = reference_rollouts.load_rollouts(job.folder)
         say(table(rollouts))
         for tests in ks_tables(rollouts, options.ks, options.ks_nested) if options.ks else ():
             say(tests)

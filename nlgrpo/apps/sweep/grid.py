@@ -86,7 +86,7 @@ class Command:
         return [dict(zip(self.options, values, strict=True)) for values in itertools.product(*self.options.values())]
 
 
-def read(arguments: Sequence[str]) -> Command:
+def read_grid(arguments: Sequence[str]) -> Command:
     """Parse ``[recipe] [file.toml] [--key value[,value ...] ...]``, with short forms ``--objective`` and ``--seed``.
 
     Raises UserError for an option that is given twice, also as a switch, and for values not separated by commas.

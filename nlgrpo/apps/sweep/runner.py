@@ -51,8 +51,8 @@ def _base(setting: Setting) -> dict[str, Any]:
 
 def check_usable(folder: Path) -> None:
     """Raise UserError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
-    if folder.exists() and not (folder / sweep_state.FILE).exists():
-        early = (f"{sweep_state.FILE}.tmp", "logs", JOBS)
+    if folder.exists() and not (folder / sweep_state.SWEEP_FILE).exists():
+        early = (f"{sweep_state.SWEEP_FILE}.tmp", "logs", JOBS)
         if not (folder.is_dir() and all(p.name in early or p.name.startswith(LOCK) for p in folder.iterdir())):
             raise UserError(f"{folder} exists but holds no sweep; choose another folder with --out")
 
@@ -60,7 +60,9 @@ def check_usable(folder: Path) -> None:
 def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[Point]]:
     """Return the folder's manifest, or a new one, with a point for each of ``settings``, and these points in order."""
     base = _base(settings[0])
-    manifest = sweep_state.read(folder) if (folder / sweep_state.FILE).exists() else SweepState(folder, base, [])
+    manifest = (
+        sweep_state.read_sweep(folder) if (folder / sweep_state.SWEEP_FILE).exists() else SweepState(folder, base, [])
+    )
     _same_sweep(manifest, base, settings[0].overrides)
     keys = list((manifest.points or settings)[0].overrides)  # the order that folder names use
     wanted = []

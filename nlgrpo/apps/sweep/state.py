@@ -14,7 +14,7 @@ from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.training.tracking.run_files import REPORT_FILE
 
-FILE = "sweep.json"
+SWEEP_FILE = "sweep.json"
 State = Literal["waiting", "queued", "running", "done", "failed", "stopped"]
 
 
@@ -57,17 +57,17 @@ class SweepState:
     def write(self) -> None:
         points = [{**vars(point), "folder": point.name} for point in self.points]
         manifest = {"nlgrpo": __version__, "base": self.base, "points": points}
-        atomic_write(self.folder / FILE, json.dumps(manifest, indent=1) + "\n")
+        atomic_write(self.folder / SWEEP_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_sweep_state(folder: Path) -> list[Point]:
     """Load the points of the sweep in ``folder``. Raises UserError if its sweep.json is missing or damaged."""
-    return read(Path(folder)).points
+    return read_sweep(Path(folder)).points
 
 
-def read(folder: Path) -> SweepState:
+def read_sweep(folder: Path) -> SweepState:
     """Load the manifest of the sweep in ``folder``; raises like `read_sweep_state`."""
-    path = folder / FILE
+    path = folder / SWEEP_FILE
     if not path.is_file():
         raise UserError(f"{path} is missing; give the folder that `nlgrpo sweep` wrote")
     try:

@@ -87,9 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         if unused:
             names = ", ".join(dashed(f"--slurm.{name}") for name in unused)
             raise UserError(f"{names}: only with --launcher slurm; this sweep runs on this machine")
-    command = grid.read(rest)
+    command = grid.read_grid(rest)
     folder = options.out or Path(f"runs/{from_arguments(command.start)[0].recipe}-sweep")
-    known = sweep_state.read(folder).points[0].overrides if (folder / sweep_state.FILE).exists() else ()
+    known = sweep_state.read_sweep(folder).points[0].overrides if (folder / sweep_state.SWEEP_FILE).exists() else ()
     axes = command.axes(known)
     if not axes:
         raise UserError("no option has several values; separate values by commas, such as --loss.beta 1e-2,1e-1")
@@ -201,7 +201,7 @@ def _check_no_jobs(points: Sequence[Point]) -> None:
 def _faults(setting: Setting, ranks: int) -> list[str]:
     faults = []
     try:
-        validate.check(setting.config, world=ranks)
+        validate.check_config(setting.config, world=ranks)
     except ValueError as error:
         faults = [line.strip() for line in str(error).splitlines()[1:]]
     if setting.config.evaluation.prompts == 0:
@@ -263,6 +263,6 @@ def _results(manifest: SweepState, point: Point, sampled: EvaluationSamples | No
 
 def _kl(point: Point) -> str:
     """Return the KL per token in the last step that has one, or a dash without a reference."""
-    values = [row["kl"] for row in run_files.read_jsonl(point.folder / run_files.FILE) if "kl" in row]
+    values = [row["kl"] for row in run_files.read_jsonl(point.folder / run_files.METRICS_FILE) if "kl" in row]
     value = values[-1] if values else None
     return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "-"

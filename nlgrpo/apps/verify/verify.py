@@ -38,7 +38,7 @@ from nlgrpo.apps.verify.claims import Proof, Result
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
 
-FILE = "verify.json"
+VERIFY_FILE = "verify.json"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(Verify, args=list(arguments), prog="nlgrpo verify")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / FILE).unlink(missing_ok=True)  # remove the results of an earlier run
+        (options.out / VERIFY_FILE).unlink(missing_ok=True)  # remove the results of an earlier run
     except OSError as error:
         raise UserError(
             f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     with _one_thread():
         found = [_run(check, options, console) for check in CHECKS]
     seconds = time.perf_counter() - start
-    atomic_write(options.out / FILE, json.dumps(_record(found, options.quick, seconds), indent=1) + "\n")
+    atomic_write(options.out / VERIFY_FILE, json.dumps(_record(found, options.quick, seconds), indent=1) + "\n")
     console.print(_table(found))
     return _verdict(found, options.out, seconds, console)
 
@@ -175,8 +175,9 @@ def _verdict(found: Sequence[tuple[Check, Sequence[Result]]], out: Path, seconds
     results = [result for _, part in found for result in part]
     failed = [result.claim for result in results if not result.holds]
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    say(", ".join(f"{paper} {holding} of {claims}" for paper, (holding, claims) in _by_paper(found).items()))
-    say(f"{len(results) - len(failed)} of {len(results)} claims hold, {seconds:.0f} s; {FILE} and pictures in {out}")
+    say(", ".join(f"{paper} {held} of {claims}" for paper, (held, claims) in _by_paper(found).items()))
+    holding = len(results) - len(failed)
+    say(f"{holding} of {len(results)} claims hold, {seconds:.0f} s; {VERIFY_FILE} and pictures in {out}")
     for claim in failed:
         say(f"FAILED: {claim}", style="bold red")
     return 1 if failed else 0

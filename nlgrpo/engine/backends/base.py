@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nlgrpo.engine.generation import Limits, Rollout
+from nlgrpo.engine.generation import ModelLimits, Rollout
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
@@ -33,7 +33,7 @@ class Engine(Protocol):
     """Samples completions from a model."""
 
     @property
-    def shape(self) -> Limits:
+    def shape(self) -> ModelLimits:
         """Context length and vocabulary of the model."""
 
     def generate(

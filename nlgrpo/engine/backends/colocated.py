@@ -19,7 +19,7 @@ from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import policy_weights, vllm_library
 from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine
-from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.generation import ModelLimits
 from nlgrpo.model import adapters, fsdp, lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
@@ -48,7 +48,7 @@ class ColocatedVLLM(VLLMEngine):
     def start(
         cls,
         source: Path,
-        shape: Limits,
+        shape: ModelLimits,
         *,
         ranks: Ranks,
         compute: torch.dtype,

@@ -12,7 +12,7 @@ from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends.base import Engine, EngineError, PolicyEngine
 from nlgrpo.engine.backends.native import engine_of
-from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.generation import ModelLimits
 from nlgrpo.model import decoder
 from nlgrpo.model.architectures import check_causal
 from nlgrpo.model.lora import LoraConfig
@@ -36,13 +36,13 @@ def load_engine(
     max_rows: int = 256,
     tokens: int | None = None,
 ) -> Engine:
-    """Load the model in ``source`` into an engine. Raises UserError as `transformers_backend.load`, and EngineError.
+    """Load the model in ``source`` into an engine. Raises UserError as `load_frozen`, and EngineError.
 
     ``context``: tokens of the longest prompt and completion, for vLLM; None: the model's limit. ``tokens``: number of
     ids that have a token; rows of the head after them are never sampled.
     """
     if engine == "nlgrpo":
-        return engine_of(transformers_backend.load(source, dtype=dtype, device=ranks.device, tokens=tokens))
+        return engine_of(transformers_backend.load_frozen(source, dtype=dtype, device=ranks.device, tokens=tokens))
     config = decoder.read_config(source)
     check_causal(config)
     shape = transformers_backend.limits_of(config)
@@ -70,7 +70,7 @@ def load_engine(
 
 def of_policy(
     source: Path,
-    shape: Limits,
+    shape: ModelLimits,
     *,
     ranks: Ranks,
     compute: torch.dtype,

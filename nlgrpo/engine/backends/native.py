@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from nlgrpo.engine import decoding_memory, generation
 from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.generation import Limits, Rollout
+from nlgrpo.engine.generation import ModelLimits, Rollout
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
@@ -32,7 +32,7 @@ class NativeEngine:
     version: int | None = None
 
     @property
-    def shape(self) -> Limits:
+    def shape(self) -> ModelLimits:
         return self.model.shape
 
     def generate(

@@ -25,7 +25,7 @@ from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine, version_of
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
-from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.generation import ModelLimits
 from nlgrpo.engine.logprobs import next_token_logprobs
 from nlgrpo.model import adapters, decoder, fsdp, lora
 from nlgrpo.model.decoder import Decoder
@@ -71,7 +71,7 @@ class VLLMServers(VLLMEngine):
     def connect(
         cls,
         options: VLLMConfig,
-        shape: Limits,
+        shape: ModelLimits,
         *,
         ranks: Ranks,
         compute: torch.dtype,

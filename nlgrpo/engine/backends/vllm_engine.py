@@ -13,7 +13,7 @@ import torch
 
 from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.decoding_memory import ROWS
-from nlgrpo.engine.generation import Limits, Rollout, check_prompts, firsts, rollout_of
+from nlgrpo.engine.generation import ModelLimits, Rollout, check_prompts, firsts, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
@@ -27,7 +27,7 @@ NEVER = -100.0  # the lowest bias of a logit that vLLM takes: a probability of 4
 class VLLMEngine(ABC):
     """Base class of the engines that sample with vLLM."""
 
-    shape: Limits
+    shape: ModelLimits
     ranks: Ranks
     run: str
     """Random; part of the names of the weights, which are "RUN:VERSION", and of their folder."""

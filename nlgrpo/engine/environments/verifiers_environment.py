@@ -24,7 +24,7 @@ from nlgrpo.engine.backends.base import Engine, EngineError
 from nlgrpo.engine.environments.dialogue import Dialogue, Turn, to_rollout
 from nlgrpo.engine.environments.rendering import Rendering, wire
 from nlgrpo.engine.environments.rounds import Job, Rounds
-from nlgrpo.engine.generation import Conversation, Limits, Rollout
+from nlgrpo.engine.generation import Conversation, ModelLimits, Rollout
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.runtime import host_memory
@@ -88,7 +88,7 @@ class VerifiersEnvironment:
         config: EnvironmentConfig,
         tokenizer: PreTrainedTokenizerBase,
         model: str,
-        limits: Limits,
+        limits: ModelLimits,
         template_kwargs: Mapping[str, Any],
         ranks: Ranks,
         *,

@@ -207,7 +207,7 @@ def loaded(
     """Context with a function that returns the engine of ``draws``; the engine is closed at the end.
 
     nlgrpo's engine is loaded by the first call. vLLM starts on all ranks together, if ``missing`` is true on any: then
-    this is collective. Raises UserError as `frozen.load`.
+    this is collective. Raises UserError as `frozen.load_engine`.
     """
     from nlgrpo.engine.backends import frozen
 

@@ -17,7 +17,7 @@ from nlgrpo.data import prompt_dataset
 from nlgrpo.data.conversations import ChatOptions, load_tools
 from nlgrpo.data.prompt_dataset import PromptSet, Reader, SourceOptions, read_all
 from nlgrpo.data.sources import is_file, unread
-from nlgrpo.engine.generation import Limits
+from nlgrpo.engine.generation import ModelLimits
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError, as_user_error
 from nlgrpo.model.tokenizer import stop_ids_of
@@ -37,7 +37,7 @@ def embedded(source: str) -> str:
     return str(files("nlgrpo.data") / "assets" / EMBEDDED_DATA[source]) if source in EMBEDDED_DATA else source
 
 
-def _room_for_prompts(cfg: Config, data: DataConfig, limits: Limits) -> int:
+def _room_for_prompts(cfg: Config, data: DataConfig, limits: ModelLimits) -> int:
     """Return the maximum prompt length in tokens: data.max_prompt_tokens, at most context - rollout.max_new_tokens.
 
     Raises UserError if no token is left for prompts.
@@ -52,7 +52,7 @@ def _room_for_prompts(cfg: Config, data: DataConfig, limits: Limits) -> int:
 
 
 def load_environment(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, ranks: Ranks
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, ranks: Ranks
 ) -> Environment | None:
     """Load the environment of a configuration; None if it has none. Raises UserError if that fails."""
     if not cfg.environment.id:
@@ -72,7 +72,7 @@ def refuse_environment(cfg: Config, command: str) -> None:
 
 
 def load_prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, environment: Environment | None = None
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, environment: Environment | None = None
 ) -> tuple[prompt_dataset.Prompts, PromptSet]:
     """Load training and evaluation prompts, as `read_prompts`, and drop training prompts that are held out.
 
@@ -91,14 +91,14 @@ def load_prompts(
 
 
 def read_prompts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, environment: Environment | None = None
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, environment: Environment | None = None
 ) -> tuple[prompt_dataset.Prompts, PromptSet]:
     """Read training and evaluation prompts: those of the environment, if there is one, else those of [data].
 
     Without evaluation prompts of their own, training prompts are held out for evaluation. The evaluation prompts and
     their order do not depend on train.seed. Both sets may have a prompt in common.
 
-    Raises UserError as `prompt_dataset.load`, for a mixture that is not one, and if the context has no room for
+    Raises UserError as `load_prompt_set`, for a mixture that is not one, and if the context has no room for
     prompts.
     """
     d = cfg.data
@@ -171,7 +171,7 @@ def unread_files(cfg: Config) -> list[str]:
     return unread(read)
 
 
-def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> PromptSet:
+def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits) -> PromptSet:
     """Load all training prompts, those of a mixture source by source, in their order; data.streaming is ignored."""
     from nlgrpo.data.mixtures import merge
 
@@ -181,7 +181,7 @@ def all_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits)
     return merge(sources)
 
 
-def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Reader:
+def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits) -> Reader:
     """Return the reader of data.source. Raises UserError if it is empty, or for tools that cannot be loaded."""
     if not data.source:
         raise UserError("data.source is empty: set a file of prompts, a data set, or the embedded 'story-prompts'")
@@ -202,7 +202,7 @@ def reader_of(cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def _source(
-    cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: Limits, *, seed: int
+    cfg: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: ModelLimits, *, seed: int
 ) -> prompt_dataset.Prompts:
     reader = reader_of(cfg, data, tokenizer, limits)
     if data.streaming:
@@ -256,7 +256,7 @@ def load_rewards(
     with as_user_error():
         parsed = {name: registry.parse(r.objective, user_code.function) for name, r in cfg.rewards.items()}
     loaded = [
-        specs.load(
+        specs.load_reward(
             name, r.function, timeout=r.timeout, on_error=r.on_error, scale=r.scale, device=str(device),
             pairwise=parsed[name].pairwise, voted=parsed[name].voted, process=r.process,
         )

@@ -27,7 +27,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 
-FILE = "rollouts.json"
+ROLLOUTS_FILE = "rollouts.json"
 SAMPLES = "samples"  # folder of completions and scores
 
 # --- rollouts.json ----------------------------------------------------------------------------------------------------
@@ -78,12 +78,12 @@ class Index:
         )
 
     def write(self, folder: Path) -> None:
-        atomic_files.atomic_write(folder / FILE, json.dumps(asdict(self), indent=1) + "\n")
+        atomic_files.atomic_write(folder / ROLLOUTS_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_index(folder: Path) -> Index:
     """Read ``rollouts.json``. Raises UserError if it is missing or damaged."""
-    path = folder / FILE
+    path = folder / ROLLOUTS_FILE
     if not path.is_file():
         raise UserError(f"{path} is missing; expected the --out folder of `nlgrpo rollout`")
     try:
@@ -209,7 +209,7 @@ class ReferenceRollouts:
         return list(accumulate((prompts for _, prompts in self.index.files), initial=0))[:-1]
 
 
-def load(folder: str | Path) -> ReferenceRollouts:
+def load_rollouts(folder: str | Path) -> ReferenceRollouts:
     """Load the rollouts that `nlgrpo rollout` wrote into ``folder``.
 
     Raises UserError if completions or scores of some prompts are missing or damaged.
@@ -239,7 +239,7 @@ def load_checked(
     ``origin`` reads all weights of the model; it is only called if the rollouts are complete.
     Raises the errors of `load`, `ReferenceRollouts.check` and `check_columns`.
     """
-    rollouts = load(folder)
+    rollouts = load_rollouts(folder)
     rollouts.check(origin(), scorers)
     rollouts.check_columns(prompts)
     return rollouts

@@ -27,7 +27,7 @@ from nlgrpo.runtime import atomic_files, user_code
 if TYPE_CHECKING:
     from nlgrpo.engine.rollouts.collect import Scorer
 
-FILE = "inputs.json"
+INPUTS_FILE = "inputs.json"
 EVALUATION_FILE = "evaluation.json"  # of the folder of a run, with the samples of its evaluation
 RENDERED = "token ids of the same prompts (a template that writes the date does this)"
 Kind = Literal["data", "rewards", "model", "tokenizer", "template"]
@@ -77,7 +77,7 @@ class RunInputs:
     def write(self, folder: Path) -> None:
         """Write ``inputs.json`` into the folder of the run."""
         content = {"digests": {name: one.digest for name, one in self.inputs.items()}, "files": store.READ}
-        atomic_files.atomic_write(folder / FILE, json.dumps(content, indent=1) + "\n")
+        atomic_files.atomic_write(folder / INPUTS_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def read_digests(folder: Path) -> dict[str, str] | None:
@@ -85,7 +85,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 
     Files that were read for them are known from then on. Raises UserError for a damaged file.
     """
-    path = folder / FILE
+    path = folder / INPUTS_FILE
     if not path.is_file():
         return None
     try:

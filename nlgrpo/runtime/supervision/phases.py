@@ -23,7 +23,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TimeLimits:
     """Seconds that a rank may be in the same place of the program: ``seconds``, or more in the phases in ``longer``."""
 
     seconds: float = 600.0

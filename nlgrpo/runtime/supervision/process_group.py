@@ -17,7 +17,7 @@ from nlgrpo import errors
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import disk_errors
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.supervision.phases import Limits
+from nlgrpo.runtime.supervision.phases import TimeLimits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 
 # What gloo and NCCL say if another rank has ended.
@@ -26,7 +26,7 @@ COURTESY = 1.0  # seconds that other ranks leave to the first one, whose output 
 
 
 @contextmanager
-def start(limits: Limits | None = None) -> Iterator[Ranks]:
+def start(limits: TimeLimits | None = None) -> Iterator[Ranks]:
     """Context that joins torchrun's process group (NCCL on GPUs, gloo on CPUs) and leaves it at the end.
 
     Without torchrun, the group is this process alone. Several ranks are watched: all end if one is silent, or if none
@@ -34,7 +34,7 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
     rank is to blame, is first. An exception that leaves the context on one of several ranks ends the process. It is
     shown once (`nlgrpo.errors`), by rank 0 if all ranks raised it.
     """
-    limits = limits or Limits()
+    limits = limits or TimeLimits()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -64,7 +64,7 @@ def start(limits: Limits | None = None) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _watched(met: Rendezvous | None, limits: Limits) -> AbstractContextManager[None]:
+def _watched(met: Rendezvous | None, limits: TimeLimits) -> AbstractContextManager[None]:
     """Context in which several ranks watch each other."""
     if met is None or met.world == 1:
         return nullcontext()
@@ -110,6 +110,6 @@ def _comes(store: dist.Store, key: str, seconds: float) -> bool:
     return found
 
 
-def _collectives(limits: Limits) -> float:
+def _collectives(limits: TimeLimits) -> float:
     """Seconds that a collective may wait: twice the longest limit, between half an hour and a week."""
     return min(max(1800.0, 2 * limits.largest), 7 * 86400.0)

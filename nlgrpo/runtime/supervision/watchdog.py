@@ -33,7 +33,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from nlgrpo.runtime.supervision import phases
-from nlgrpo.runtime.supervision.phases import Limits
+from nlgrpo.runtime.supervision.phases import TimeLimits
 from nlgrpo.runtime.supervision.rendezvous import Rendezvous
 
 
@@ -100,7 +100,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """Why the run ends. ``silent``: ranks that cannot print it; ``blamed``: lines about ranks, before their stacks."""
 
     message: str
@@ -119,7 +119,7 @@ class Watchdog:
         store: dist.Store,
         rank: int,
         world: int,
-        limits: Limits,
+        limits: TimeLimits,
         *,
         end: Callable[[str | None], None] | None = None,
         every: float = EVERY,
@@ -198,22 +198,22 @@ class Watchdog:
             left=leaving,
         )
 
-    def _without_store(self, answer: Future[None]) -> Fault | None:
+    def _without_store(self, answer: Future[None]) -> RankFault | None:
         """Return the fault that the store does not answer; None if the rank that serves it may have finished."""
         if any(report.left for report in self.reports):
             return None
         why = f"({answer.exception()})" if answer.done() else f"for {self.silent:.0f} s"
-        return Fault(
+        return RankFault(
             f"rank {self.rank}: the store of the process group does not answer {why}; the launcher, or the rank that "
             "serves the store, is gone or stopped",
             silent=frozenset(range(self.world)) - {self.rank},
         )
 
-    def _fault(self) -> Fault | None:
+    def _fault(self) -> RankFault | None:
         """Return what the newest reports show: a rank that is silent, or that no rank makes progress."""
         if not self.reports:
             late = self.clock > self.limits.of("start")
-            return Fault(f"not all ranks have started within {self.clock:.0f} s (train.timeout)") if late else None
+            return RankFault(f"not all ranks have started within {self.clock:.0f} s (train.timeout)") if late else None
         for rank, report in enumerate(self.reports):
             if report.number != self.heard[rank][0]:
                 self.heard[rank] = (report.number, self.clock)
@@ -225,14 +225,14 @@ class Watchdog:
             if state in CANNOT_RUN or waited[rank] > self.limits.silence:  # it may be in a later phase by now
                 silent[rank] = _silent(rank, here[rank], waited[rank], state)
         if silent:
-            return Fault("", silent, frozenset(silent))
+            return RankFault("", silent, frozenset(silent))
         idle = {rank: report.idle + waited[rank] for rank, report in here.items()}
         if len(here) == 1 or any(idle[rank] <= report.limit for rank, report in here.items()):
             return None  # the last rank has nobody who waits for it
         blamed = {rank: _stuck(rank, here[rank]) for rank in sorted(here, key=lambda rank: here[rank].waits)}
-        return Fault(f"no rank has made progress for {min(idle.values()):.0f} s (train.timeout)", blamed)
+        return RankFault(f"no rank has made progress for {min(idle.values()):.0f} s (train.timeout)", blamed)
 
-    def _end(self, fault: Fault) -> None:
+    def _end(self, fault: RankFault) -> None:
         finished = {rank for rank, report in enumerate(self.reports) if report.left}
         alive = sorted(set(range(self.world)) - fault.silent - finished)
         if self.rank == min(alive, default=self.rank):
@@ -315,7 +315,7 @@ def _exit(message: str | None) -> None:
 
 
 @contextmanager
-def watching(rendezvous: Rendezvous | None, limits: Limits) -> Iterator[None]:
+def watching(rendezvous: Rendezvous | None, limits: TimeLimits) -> Iterator[None]:
     """Context in which the ranks watch each other; does nothing for one rank or without a limit."""
     if rendezvous is None or rendezvous.world == 1 or math.isinf(limits.seconds):
         yield

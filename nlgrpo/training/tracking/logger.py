@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nlgrpo.training.tracking.trackers import BackgroundTracker, TrackedRun
 
 # What logging writes into the folder of a run.
-WRITTEN = (run_files.FILE, run_files.SAMPLES_FILE, run_files.TRACKERS_FILE, "tensorboard", "wandb")
+WRITTEN = (run_files.METRICS_FILE, run_files.SAMPLES_FILE, run_files.TRACKERS_FILE, "tensorboard", "wandb")
 
 
 class MetricsLogger:
@@ -48,7 +48,7 @@ class MetricsLogger:
         self._run = run
         with atomic_files.into(run):
             run.mkdir(parents=True, exist_ok=True)
-            for name in (run_files.FILE, run_files.SAMPLES_FILE):
+            for name in (run_files.METRICS_FILE, run_files.SAMPLES_FILE):
                 run_files.trim(run / name, resume_step)
         self._trackers: list[BackgroundTracker] = []
         if tracked is not None:
@@ -64,7 +64,7 @@ class MetricsLogger:
             return
         values = {name: float(value) for name, value in metrics.items()}
         with atomic_files.into(self._run):
-            run_files.append(self._run / run_files.FILE, [{"step": step, **values}])
+            run_files.append(self._run / run_files.METRICS_FILE, [{"step": step, **values}])
         for tracker in self._trackers:
             tracker.log(step, values)
         self._progress.update(step, values)

@@ -16,7 +16,7 @@ from typing import Any
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 REPORT_FILE = "report.html"
 TRACKERS_FILE = "trackers.json"
@@ -71,7 +71,7 @@ def sync(folder: Path, ranks: Ranks) -> None:
 
     def work() -> None:
         with atomic_files.into(folder):
-            for path in filter(Path.exists, (folder / FILE, folder / SAMPLES_FILE)):
+            for path in filter(Path.exists, (folder / METRICS_FILE, folder / SAMPLES_FILE)):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
