@@ -201,11 +201,9 @@ class VLLMConfig:
     servers: tuple[str, ...] = ()
     """URLs of vLLM servers, such as "http://node7:8000". Prompts are spread over them by load. Empty: vLLM runs in the
     processes of the trainer."""
-    transfer: Literal["directory", "nccl", "ipc"] = "directory"
-    """How servers get the weights: from a directory on a shared disk, or by vLLM's weight transfer over NCCL (other
-    GPUs) or CUDA IPC (the same GPUs)."""
     folder: str = ""
-    """Directory for the weights. Empty: the run's folder."""
+    """Directory in which servers find the weights. Empty: /dev/shm if all servers are on this machine, and the run's
+    folder otherwise, on a disk that they share with the trainer."""
     timeout: float = 600.0
     """Seconds that a server may take for the completions of a prompt, and that all servers may be unreachable."""
     tensor_parallel: int = 1
@@ -224,8 +222,6 @@ class VLLMConfig:
             for url in self.servers
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname
         ]
-        if self.transfer != "directory" and not self.servers:
-            found.append(f"vllm.transfer = {self.transfer!r}: only for vllm.servers")
         if not self.timeout > 0 or (world > 1 and self.timeout > LONGEST):
             most = f" and at most {LONGEST:g} with several ranks, which wait for each other" * (world > 1)
             found.append(f"vllm.timeout = {self.timeout}: allowed is > 0{most}")

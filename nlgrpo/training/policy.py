@@ -89,8 +89,13 @@ def policy_engine(setup: Setup, model: Decoder, stopping: Callable[[], bool] = l
         return
     from nlgrpo.engine.backends import frozen
 
+    folder = Path(cfg.vllm.folder or run / "engine")
+    if cfg.vllm.servers:
+        from nlgrpo.engine.backends import servers
+
+        folder = servers.weights_folder(cfg.vllm, run, setup.ranks, setup.shape.parameters * setup.compute.itemsize)
     if setup.ranks.first and not cfg.vllm.folder:
-        atomic_files.remove(run / "engine")  # what a killed trainer left
+        atomic_files.remove(folder)  # what a killed trainer left
     engine = frozen.of_policy(
         setup.source,
         setup.shape,
@@ -100,7 +105,7 @@ def policy_engine(setup: Setup, model: Decoder, stopping: Callable[[], bool] = l
         context=setup.longest,
         max_rows=cfg.rollout.max_rows or ROWS,
         adapter=setup.adapter,
-        folder=Path(cfg.vllm.folder or run / "engine"),
+        folder=folder,
         pauses=run / "paused-servers",
         stopping=stopping,
         tokens=count_tokens(setup.tokenizer),

@@ -63,17 +63,15 @@ def test_servers_leave_the_trainer_its_memory(world):
     assert "vLLM" not in str(found)
 
 
-@pytest.mark.parametrize("transfer", ["nccl", "ipc"])
-def test_by_other_transfers_a_parameter_is_gathered_on_the_gpu(transfer):
-    found = memory.estimate(workload(world=4, vllm__transfer=transfer, **SERVED)).phases["hand-over"]
-    assert found["gathered parameter"] == (4 + 2) * LARGEST  # float32, and bfloat16 of it
-    assert found["transfer"] == 3 * 2 * N  # a small model is one chunk
-
-
-@pytest.mark.parametrize("transfer", ["nccl", "ipc"])
-def test_chunks_have_a_gib(transfer):
-    found = memory.estimate(of_7b(world=8, rollout__prompts=64, vllm__transfer=transfer, **SERVED)).phases["hand-over"]
-    assert found["transfer"] == 3 * (GIB + 2 * 32000 * 4096)  # a chunk ends with the tensor that fills it
+def test_servers_on_this_machine_read_weights_from_its_memory():
+    here = SERVED | {"vllm__servers": ("http://localhost:8000", "http://127.0.0.1:8001")}
+    assert memory.estimate(workload(world=4, **here)).host == {"weights for the servers": 2 * 2 * N / 4}
+    for elsewhere in (
+        SERVED,
+        here | {"vllm__folder": "/mnt/weights"},
+        here | {"vllm__servers": ("http://node7:8000",)},
+    ):
+        assert memory.estimate(workload(world=4, **elsewhere)).host == {}
 
 
 def test_rank_0_of_a_cpu_gathers_a_parameter_for_the_servers():

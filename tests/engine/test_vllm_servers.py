@@ -1,9 +1,11 @@
 """Sampling on servers: load, weights and their versions, and every way a server can fail. The servers are fake."""
 
 import math
+import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -453,3 +455,51 @@ def test_options_out_of_range():
     for text in ("'node7:8000' is not a URL", "vllm.timeout = 0", "vllm.gpu_memory = inf", "divisor of the number of"):
         assert text in found
     assert "http://x:1" not in found
+
+
+# --- where the weights are --------------------------------------------------------------------------------------------
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("urls", "here"),
+    [
+        (["http://localhost:1", "http://127.0.0.1:2", "http://[::1]:3"], True),
+        (["http://localhost:1", "http://node7:2"], False),
+        (["http://10.0.0.1:1"], False),
+        ([], False),
+    ],
+)
+def test_servers_on_this_machine_are_known_by_their_names(urls, here):
+    assert servers.on_this_machine(urls) is here
+
+
+def test_weights_for_servers_on_this_machine_are_in_shared_memory_if_they_fit(tmp_path, monkeypatch):
+    local, run, shared = VLLMConfig(servers=("http://localhost:1",)), tmp_path / "run", tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(servers, "SHARED_MEMORY", shared)
+    free = shutil.disk_usage(shared).free
+    found = servers.weights_folder(local, run, ALONE, 10.0)
+    assert found.parent == shared
+    assert found == servers.weights_folder(local, run, ALONE, 10.0)  # so that the next start removes what a kill left
+    assert found != servers.weights_folder(local, tmp_path / "other", ALONE, 10.0)
+    beside = run / "engine"
+    assert servers.weights_folder(local, run, ALONE, 2.0 * free) == beside
+    assert servers.weights_folder(VLLMConfig(servers=("http://node7:1",)), run, ALONE, 10.0) == beside
+    assert servers.weights_folder(replace(local, folder=str(tmp_path)), run, ALONE, 10.0) == tmp_path
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # one rank of several nodes has another number than all ranks
+    assert servers.weights_folder(local, run, ALONE, 10.0) == beside
+
+
+def test_what_a_killed_trainer_left_in_shared_memory_counts_as_free(tmp_path, monkeypatch):
+    local, shared = VLLMConfig(servers=("http://localhost:1",)), tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(servers, "SHARED_MEMORY", shared)
+    found = servers.weights_folder(local, tmp_path / "run", ALONE, 10.0)
+    (found / "policy-3").mkdir(parents=True)
+    (found / "policy-3" / "model.safetensors").write_bytes(bytes(500))
+    usage = shutil.disk_usage(shared)
+    monkeypatch.setattr(servers.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    assert servers.weights_folder(local, tmp_path / "run", ALONE, 250.0) == found
+    assert servers.weights_folder(local, tmp_path / "run", ALONE, 350.0) == tmp_path / "run" / "engine"

@@ -8,13 +8,11 @@ import torch
 from fake_vllm import gap
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from vllm_processes import STORY
 
 from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine import generation
-from nlgrpo.engine.backends import EngineError, policy_weights, vllm_library
-from nlgrpo.engine.backends.colocated import ColocatedVLLM
-from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.backends import EngineError, vllm_library
+from nlgrpo.engine.backends.colocated import ColocatedVLLM, full_weights
 from nlgrpo.engine.sampling import Sampling, log_distribution
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.lora import LoraConfig
@@ -202,21 +200,10 @@ def test_both_engines_sample_the_same_distribution(models, ranks):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "tied llama", "qwen3"])
-def test_weights_for_a_transfer_are_those_of_the_exported_directory(models, kind, tmp_path):
-    """What vLLM's weight transfer over NCCL or CUDA IPC is given: names, shapes and values of safetensors."""
+def test_weights_are_those_of_the_exported_directory(models, kind, tmp_path):
     model = decoder.load(models[kind])
     decoder.save(model, tmp_path, dtype=torch.float32)
     saved = load_file(tmp_path / "model.safetensors")
-    pairs = dict(policy_weights.stored(model, torch.float32))
+    pairs = dict(full_weights(model, torch.float32))
     assert pairs.keys() == saved.keys()
     assert all(torch.equal(pairs[name], saved[name]) for name in saved)
-    shapes = policy_weights.shapes(model, torch.float32)
-    assert shapes == [(name, torch.float32, tuple(x.shape)) for name, x in policy_weights.stored(model, torch.float32)]
-
-
-def test_a_transfer_needs_a_gpu(models, ranks, tmp_path):
-    options = VLLMConfig(servers=("http://127.0.0.1:9",), transfer="nccl")
-    with pytest.raises(EngineError, match=r"vllm\.transfer = 'nccl' needs a GPU; use 'directory'"):
-        VLLMServers.connect(
-            options, decoder.load(STORY).shape, ranks=ranks, compute=torch.float32, context=50, folder=tmp_path
-        )

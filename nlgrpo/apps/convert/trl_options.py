@@ -164,7 +164,7 @@ GRPO: dict[str, Option] = {
                transformers_continuous_batching_config=None, use_transformers_paged=False, vllm_model_impl="vllm",
                vllm_max_model_length=None),
     **_without("TRL refuses it, too; train.micro_batch_tokens bounds the memory", auto_find_batch_size=False),
-    **_without("nlgrpo waits for its servers by vllm.timeout, and vLLM transfers the weights",
+    **_without("nlgrpo waits for its servers by vllm.timeout, and they read the weights from files",
                vllm_server_timeout=240.0, vllm_group_port=51216),
     **_without("nlgrpo logs every step to metrics.jsonl, and completions to samples.jsonl",
                logging_strategy="steps", logging_steps=10, logging_first_step=False, log_on_each_node=True,

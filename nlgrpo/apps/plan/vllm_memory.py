@@ -17,7 +17,6 @@ from nlgrpo.runtime.console import size
 
 GIB = 2**30
 LIBRARIES = 270 * 2**20  # of vLLM 0.32 for a CPU: what importing it and starting an engine add
-CHUNK, CHUNKS = GIB, 3  # of its own transfers: bytes, and how many exist: one sent, one joined from its tensors
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB of the KV cache on a CPU, of each rank
 
 
@@ -46,12 +45,21 @@ def sampling(work: Workload) -> Uses:
     return {
         "vLLM": share(work) if asleep else 0.0,
         "gathered parameter": _handed_over(work),
-        "transfer": _in_flight(work),
     }
 
 
 def on_host(work: Workload) -> Uses:
-    """What a vLLM that sleeps on a GPU keeps in the memory of the host: the weights, if it gets adapters only."""
+    """What vLLM needs of the memory of the host.
+
+    One that sleeps on a GPU keeps the weights there, if it gets adapters only. Servers on this machine read two
+    versions of the weights from the shared memory, which the ranks have once.
+    """
+    if work.engine == "servers":
+        from nlgrpo.engine.backends.servers import on_this_machine
+
+        if takes_adapters(work) or work.config.vllm.folder or not on_this_machine(work.config.vllm.servers):
+            return {}
+        return {"weights for the servers": 2.0 * work.shape.parameters * work.compute.itemsize / work.world}
     asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
     return {"vLLM weights": weights(work)} if asleep and takes_adapters(work) else {}
 
@@ -116,37 +124,24 @@ def _handed_over(work: Workload) -> float:
     outer, block = _largest(work.shape)
     size, adapter = work.compute.itemsize, work.adapter
     each = _bytes_on_the_way(work)
-    if adapter is None or (_by_directory(work) and work.device != "cpu"):
+    if adapter is None or (work.engine == "servers" and work.device != "cpu"):
         return max(outer, block) * each
     merged = size + 3 * 4  # a copy, and two products and their sum in float32
     retrained = size + 2 * work.stored.itemsize if adapter.modules_to_save else 0
     return max(outer * (each + retrained), block * (each + merged))
 
 
-def _by_directory(work: Workload) -> bool:
-    return work.engine == "servers" and work.config.vllm.transfer == "directory"
-
-
-def _in_flight(work: Workload) -> float:
-    """Bytes of the chunks that vLLM's own transfer keeps on rank 0."""
-    outer, block = _largest(work.shape)
-    everything = work.shape.parameters * work.compute.itemsize
-    if work.engine != "servers" or work.config.vllm.transfer == "directory":
-        return 0.0
-    return CHUNKS * min(everything, CHUNK + max(outer, block) * work.compute.itemsize)
-
-
 def _bytes_on_the_way(work: Workload) -> float:
     """Bytes per value of a parameter that is handed over, beside those that the run and vLLM hold.
 
-    By a directory, rank 0 gathers it in the memory of the host, for which each rank casts its shard. Otherwise every
-    rank gathers it in its own memory and casts it. vLLM in this process builds its layer anew, and on a CPU packs it.
+    For servers, rank 0 gathers it in the memory of the host, for which each rank casts its shard. Otherwise every rank
+    gathers it in its own memory and casts it, and vLLM in this process builds its layer anew, and on a CPU packs it.
     """
     size = work.compute.itemsize
-    if _by_directory(work):
+    if work.engine == "servers":
         return size if work.device == "cpu" else size / work.shards
     kept = size if work.adapter is not None else work.stored.itemsize
-    built = 0 if work.engine == "servers" else size * (2 if work.device == "cpu" else 1)
+    built = size * (2 if work.device == "cpu" else 1)
     return (kept if work.sharded else 0) + (size if kept != size else 0) + built
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from nlgrpo.config.schema import VLLMConfig
-from nlgrpo.engine.backends import policy_weights, vllm_library
+from nlgrpo.engine.backends import vllm_library
 from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine
 from nlgrpo.engine.generation import ModelLimits
-from nlgrpo.model import adapters, fsdp, lora
+from nlgrpo.model import adapters, fsdp, hf_weights, lora
+from nlgrpo.model.architectures import tensor_map
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime.distributed import Ranks
@@ -93,7 +94,7 @@ class ColocatedVLLM(VLLMEngine):
         self._wake("weights")
         name = f"{self.run}:{version}"
         if self.adapter is None:
-            self._load(policy_weights.stored(model, self.compute), name)
+            self._load(full_weights(model, self.compute), name)
         else:
             self._load_adapter(model, version, name)
         self._wake("kv_cache")
@@ -155,3 +156,15 @@ class ColocatedVLLM(VLLMEngine):
             vllm_library.shut_down(self.llm)
             self.llm = None
             self.remove_folder()
+
+
+def full_weights(model: Decoder, compute: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under Hugging Face's names, in ``compute``, with adapters merged; collective.
+
+    Every rank gets them, and must take all pairs.
+    """
+    kept = None if lora.adapted(model) else compute
+    places = tensor_map(model.shape)
+    for name, parameter in lora.merged(model, fsdp.each_replicated(model, kept), compute):
+        for theirs, shape, view in hf_weights.as_stored(parameter, places[name], model.shape):
+            yield theirs, view.reshape(tuple(shape))

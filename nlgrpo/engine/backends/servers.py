@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
+import shutil
+import socket
 import sys
 import threading
 import time
@@ -14,15 +17,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from nlgrpo.config.schema import VLLMConfig
-from nlgrpo.engine.backends import policy_weights
 from nlgrpo.engine.backends.base import Completion, EngineError
-from nlgrpo.engine.backends.transfers import Transfer, Weights
 from nlgrpo.engine.backends.vllm_engine import Request, VLLMEngine, version_of
 from nlgrpo.engine.backends.vllm_http import STARTED_BY, Server, ServerDown
 from nlgrpo.engine.generation import ModelLimits
@@ -38,6 +40,34 @@ SOON, LATE = 2.0, 30.0  # seconds until a server that failed is called again: do
 LONGER = 10.0  # seconds that other servers get for new weights after the first has them
 GRACE = 20.0  # seconds for what servers do when the user stops the run
 Result = TypeVar("Result")
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def on_this_machine(urls: Sequence[str]) -> bool:
+    """Whether all servers are on this machine, by the names in their URLs."""
+    names = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
+    return bool(urls) and all(urlsplit(url).hostname in names for url in urls)
+
+
+def weights_folder(options: VLLMConfig, run: Path, ranks: Ranks, size: float) -> Path:
+    """Return the directory in which the servers find the weights; collective, the same on all ranks.
+
+    It is vllm.folder if that is set. If the servers and all ranks are on this machine, it is in the shared memory, if
+    two versions of ``size`` bytes fit there. Else it is in the folder of the run.
+    """
+    if options.folder:
+        return Path(options.folder)
+    folder = run / "engine"
+    one_machine = ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_this_machine(options.servers) and one_machine and SHARED_MEMORY.is_dir():
+        shared = SHARED_MEMORY / f"nlgrpo-{_digest(str(run.resolve()))}"
+        held = sum(path.stat().st_size for path in shared.rglob("*") if path.is_file())  # of a trainer that was killed
+        if shutil.disk_usage(SHARED_MEMORY).free + held > 2 * size:
+            folder = shared
+    found: Path = ranks.gather_objects(folder)[0]
+    return found
 
 
 @dataclass(kw_only=True)
@@ -56,8 +86,6 @@ class VLLMServers(VLLMEngine):
     """Whether the user wants the run to stop; it does not wait for servers then."""
     adapter: LoraConfig | None = None
     """Settings of adapters that the servers get as such; None: they get all weights, with adapters merged."""
-    transfer: Literal["directory", "nccl", "ipc"] = "directory"
-    connections: list[Transfer] = field(default_factory=list)
     frozen: Path | None = None
     """Directory of a model that is not trained."""
     base_logprobs: Tensor | None = None
@@ -93,13 +121,11 @@ class VLLMServers(VLLMEngine):
             for url in (given.rstrip("/") for given in options.servers)
         ]
         run = ranks.gather_objects(uuid.uuid4().hex[:8])[0]
-        if options.transfer != "directory" and ranks.device.type != "cuda":
-            raise EngineError(f"vllm.transfer = {options.transfer!r} needs a GPU; use 'directory'")
-        by_file = options.adapters and options.transfer == "directory"
-        as_adapter = adapter if adapter is not None and by_file and not adapter.modules_to_save else None
+        takes_adapters = adapter is not None and options.adapters and not adapter.modules_to_save
+        as_adapter = adapter if takes_adapters else None
         engine = cls(
             servers=servers, shape=shape, ranks=ranks, compute=compute, folder=folder, run=run, adapter=as_adapter,
-            timeout=options.timeout, stopping=stopping, transfer=options.transfer,
+            timeout=options.timeout, stopping=stopping,
         )  # fmt: skip
         ranks.agree(lambda: engine._on_all(lambda server: server.check(context)))
         return engine
@@ -114,16 +140,14 @@ class VLLMServers(VLLMEngine):
             with lora.disabled(model):
                 self.base_logprobs = next_token_logprobs(model, self._probe()).cpu()
             model.limit_vocabulary(tokens)
-        if self.transfer != "directory":
-            self._transfer(model, name)
-        else:
-            self._save(model, self._folder(name))
+        self._save(model, self._folder(name))
         self._announce(name)
         self.version = version
 
     def take_directory(self, source: Path) -> None:
         """Sample from the weights in a Hugging Face directory, which the servers read; collective."""
-        self.frozen, self.adapter, self.transfer = source.resolve(), None, "directory"
+        self.frozen = source.resolve()
+        self.adapter = None
         self._announce(f"{self.run}:0")
 
     def _announce(self, name: str) -> None:
@@ -138,17 +162,6 @@ class VLLMServers(VLLMEngine):
         self.ranks.agree(give)
         if self.frozen is None:
             self.keep_weights({self._folder(own) for own in self.names[-2:]})
-
-    def _transfer(self, model: Decoder, name: str) -> None:
-        """Send the weights to each server without a file; collective. A server that fails ends the run."""
-        weights = Weights(
-            partial(policy_weights.stored, model, self.compute), policy_weights.shapes(model, self.compute)
-        )
-        if not self.connections:
-            assert self.transfer != "directory"
-            self.connections = [Transfer(self.transfer, server, self.ranks, weights) for server in self.servers]
-        for connection in self.connections:
-            connection.send(name)
 
     def _probe(self) -> list[int]:
         """Return the prompt by which `vllm_http.Server.check_base` knows a model."""
@@ -181,8 +194,6 @@ class VLLMServers(VLLMEngine):
             name = self.names[-1]
             if self.adapter is None and server.version() == name:
                 server.weights = name
-            elif self.transfer != "directory":
-                raise ServerDown(f"it gets weights by {self.transfer} between two rollouts only")
             elif self.adapter is None:
                 server.load(str(self._folder(name)), name)
             elif server.has_adapter(name):

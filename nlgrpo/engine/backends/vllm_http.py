@@ -157,10 +157,6 @@ class Server:
                 self.pause_file.unlink(missing_ok=True)
                 self.pause_file.parent.rmdir()  # unless other servers are paused
 
-    def workers(self) -> int:
-        """Number of processes that have the weights."""
-        return int(self._call("GET", "/get_world_size", 10.0)["world_size"])
-
     def check_base(self, ids: Sequence[int], logprobs: Tensor) -> None:
         """Check the model under the adapters by the log-probs (V,) that it must give the token after ``ids``.
 

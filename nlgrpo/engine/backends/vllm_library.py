@@ -177,35 +177,6 @@ def adapter(name: str, number: int, folder: Path) -> Any:
     return LoRARequest(name, number, str(folder))
 
 
-def weight_sender(
-    kind: str, url: str, weights: Any, *, rank: int, world: int, address: str, port: int, timeout: float = 600.0
-) -> Any:
-    """Connect vLLM's weight transfer to a server: all ranks of the trainer call it, and rank 0 sends.
-
-    ``weights``: an iterable of names and tensors, with ``shapes``. ``world``: workers of the server and the sender.
-    """
-    version()
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    class Source(WeightSource):
-        def metadata(self) -> list[Any]:
-            return [ParamMeta(*entry) for entry in weights.shapes]
-
-        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return iter(weights)
-
-    if kind == "nccl":
-        info: Any = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world, rank=rank)
-    else:
-        info = IPCTrainerInitInfo(rank=rank, packed=True)  # otherwise it copies all weights at once
-    client = HTTPVLLMWeightSyncClient(url, timeout)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
-
-
 def sleep(llm: Any, *, keep_weights: bool) -> None:
     """Free the weights and the KV cache of an engine on a GPU, until `wake`.
 
