@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
+REMOVED = {"vllm.transfer": "directory"}  # keys of older versions, with the value that every run has now
 _LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claimed
 
 
@@ -206,16 +207,21 @@ def _compare(folder: Path, inputs: Callable[[], RunInputs], allowed: Sequence[st
 
 
 def completed(saved: dict[str, Any], current: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Add the keys of ``current`` that a saved configuration lacks: the run started before they existed.
+    """Return a saved configuration with the keys of ``current``, which this version has.
 
-    They get the defaults of ``kind``, the dataclass of the configuration.
+    Keys that it lacks, because the run started before they existed, get the defaults of ``kind``, the dataclass of the
+    configuration. Keys that are gone (`REMOVED`) are left out if they had the value that this version stands for.
     """
 
-    def merged(theirs: dict[str, Any], ours: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def merged(
+        theirs: dict[str, Any], ours: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
+    ) -> dict[str, Any]:
         found = {key: defaults[key] for key in ours if key in defaults} | theirs
         for key, value in theirs.items():
+            if REMOVED.get(f"{prefix}{key}", ...) == value:
+                del found[key]
             if all(isinstance(x, Mapping) for x in (value, ours.get(key), defaults.get(key))):
-                found[key] = merged(value, ours[key], defaults[key])
+                found[key] = merged(value, ours[key], defaults[key], f"{prefix}{key}.")
         return found
 
     return merged(saved, current, json.loads(json.dumps(asdict(kind()))))

@@ -15,9 +15,13 @@ from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
+from nlgrpo.config.comparing import differences
+from nlgrpo.config.recipes import recipe
+from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.engine.rollouts import run_inputs, store
 from nlgrpo.engine.rollouts.evaluation_samples import read_evaluation
 from nlgrpo.runtime import user_code
+from nlgrpo.training import run_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
 
@@ -316,3 +320,10 @@ def test_the_code_of_a_reward_is_that_of_the_user(tmp_path):
 def test_digests_tell_examples_apart():
     assert run_inputs.digest_of_examples([[1, 2], [3]]) == run_inputs.digest_of_examples(iter([[1, 2], [3]]))
     assert run_inputs.digest_of_examples([[1, 2], [3]]) != run_inputs.digest_of_examples([[1], [2, 3]])
+
+
+@pytest.mark.parametrize(("transfer", "lines"), [("directory", []), ("nccl", ["vllm.transfer: 'nccl' -> None"])])
+def test_a_key_that_is_gone_is_no_difference_if_all_runs_have_its_value_now(transfer, lines):
+    current = json.loads(json.dumps(to_dict(recipe("maze"))))
+    saved = current | {"vllm": current["vllm"] | {"transfer": transfer}}
+    assert differences(run_folder.completed(saved, current, Config), current) == lines
