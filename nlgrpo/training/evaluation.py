@@ -29,7 +29,7 @@ def evaluate(setup: Setup, engine: Engine) -> EvaluationSamples:
 
 def saved_before(setup: Setup) -> EvaluationSamples | None:
     """Load the evaluation before training from the run's folder, if it has the same prompts and number of samples."""
-    if not (setup.config.run / evaluation_samples.FILE).is_file():
+    if not (setup.config.run / evaluation_samples.EVALUATION_FILE).is_file():
         return None
     found = evaluation_samples.read_evaluation(setup.config.run).get("before")
     if found is None:

@@ -193,7 +193,7 @@ def test_arguments_that_cannot_be_sent_are_named():
 TRAINER = """
 import sys, threading
 from nlgrpo.rewards.reward_functions import score
-from nlgrpo.rewards.specs import load
+from nlgrpo.rewards.specs import load_reward
 
 def polite(completions, **_):
     return [float("please" in text) for text in completions]
@@ -203,7 +203,7 @@ if __name__ == "__main__":
     given = dict(prompts=["q"], completions=["please"], completion_ids=[[1]], columns={"answer": ["hang"]}, samples=1,
                  step=0, total_steps=1)
     print(score([Reward("polite", polite, process=True)], **given).values["polite"].tolist())
-    reward = load("mine", sys.argv[1], process=True)
+    reward = load_reward("mine", sys.argv[1], process=True)
     print(reward.function.idle[0].process.pid, flush=True)
     score([reward], **given)
 """

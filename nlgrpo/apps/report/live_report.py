@@ -24,7 +24,7 @@ FOLLOWED = (
     *run_loader.CONFIGS,
     run_files.METRICS_FILE,
     run_files.SAMPLES_FILE,
-    evaluation_samples.FILE,
+    evaluation_samples.EVALUATION_FILE,
     results.RESULTS_FILE,
     state.SWEEP_FILE,
 )

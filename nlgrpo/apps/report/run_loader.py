@@ -23,7 +23,13 @@ from nlgrpo.apps.evaluate.named_models import split_label
 from nlgrpo.apps.evaluate.results import Entry, compared
 from nlgrpo.apps.report import figures, seeds
 from nlgrpo.apps.sweep import state as sweep_state
-from nlgrpo.engine.rollouts.evaluation_samples import FILE, Coverage, EvaluationSamples, pooled, read_evaluation
+from nlgrpo.engine.rollouts.evaluation_samples import (
+    EVALUATION_FILE,
+    Coverage,
+    EvaluationSamples,
+    pooled,
+    read_evaluation,
+)
 from nlgrpo.errors import UserError
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
@@ -125,7 +131,7 @@ def kind_of(folder: Path) -> str:
     """Return "run", "evaluation" or "sweep". Raises UserError for a folder of another kind."""
     if (folder / sweep_state.SWEEP_FILE).is_file():
         return "sweep"
-    files = (*CONFIGS, run_files.METRICS_FILE, FILE)
+    files = (*CONFIGS, run_files.METRICS_FILE, EVALUATION_FILE)
     if not any((folder / name).is_file() for name in files[:-1]) and _is_evaluation(folder):
         return "evaluation"
     if not any((folder / name).is_file() for name in files):
@@ -144,7 +150,9 @@ def _is_evaluation(folder: Path) -> bool:
     if (folder / results.RESULTS_FILE).is_file():
         return True
     start = f'{{"{REFERENCE}"'
-    return (folder / FILE).is_file() and (folder / FILE).read_bytes()[: len(start)] == start.encode()
+    return (folder / EVALUATION_FILE).is_file() and (folder / EVALUATION_FILE).read_bytes()[
+        : len(start)
+    ] == start.encode()
 
 
 def unique_label(folder: Path, taken: set[str]) -> str:
@@ -185,7 +193,9 @@ def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, n
     model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
     model.given = given
     if len(sampled) == 2 and not comparable(list(sampled.values())):
-        notes.append(f"{FILE} has different prompts or rewards before and after training; they are not compared.")
+        notes.append(
+            f"{EVALUATION_FILE} has different prompts or rewards before and after training; they are not compared."
+        )
         sampled.pop("before")
     _evaluate_run(found, model, sampled)
     found.models.append(model)
@@ -310,7 +320,7 @@ def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) ->
         return
     for point in points:
         label = _unique(f"{given}/{point.name}", taken) if given else unique_label(point.folder, taken)
-        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.METRICS_FILE, FILE)):
+        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.METRICS_FILE, EVALUATION_FILE)):
             _read_run(found, point.folder, label, given, name=True, state=point.state)
         else:
             found.settings[label] = Settings()

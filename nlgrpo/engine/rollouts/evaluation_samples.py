@@ -19,7 +19,7 @@ from torch import Tensor
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.rollouts.run_inputs import EVALUATION_FILE as FILE
+from nlgrpo.engine.rollouts.run_inputs import EVALUATION_FILE
 from nlgrpo.engine.rollouts.sampler import Sampler, values_of_completions
 from nlgrpo.errors import UserError
 from nlgrpo.objectives.registry import Objective
@@ -273,12 +273,12 @@ def evaluate(
 
 def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:
     """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``; ``after`` exists after training."""
-    atomic_write(run / FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
+    atomic_write(run / EVALUATION_FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
 
 
 def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
     """Read ``evaluation.json`` of a run: ``{"before": ..., "after": ...}``. Raises UserError if missing or damaged."""
-    path = run / FILE
+    path = run / EVALUATION_FILE
     if not path.is_file():
         raise UserError(
             f"{path} is missing: the run is training, or was stopped before its evaluation; resume it to finish"
