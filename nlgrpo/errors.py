@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DEBUG = "NLGRPO_DEBUG"  # environment variable that ``--debug`` sets, also for the processes of a command
-OF_A_USER, OF_A_BUG = 2, 1  # exit statuses
+# exit statuses
+OF_A_USER = 2
+OF_A_BUG = 1
 REPORT = "This is a bug in nlgrpo. Please report it with the lines above and the command."
 
 

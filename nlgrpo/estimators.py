@@ -96,7 +96,8 @@ def procedure_win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
 
 
 def _win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
-    a, b = a.sort(dim=1).values, b.sort(dim=1).values
+    a = a.sort(dim=1).values
+    b = b.sort(dim=1).values
     return _weighted_win_rate(a, chosen_weights(a, objective), b, chosen_weights(b, objective))
 
 
@@ -118,7 +119,8 @@ def weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor
 def _weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor) -> Tensor:
     """As `weighted_win_rate`, with ``b`` in ascending order."""
     cdf = torch.nn.functional.pad(weights_b.cumsum(1), (1, 0))
-    below, upto = torch.searchsorted(b, a), torch.searchsorted(b, a, right=True)
+    below = torch.searchsorted(b, a)
+    upto = torch.searchsorted(b, a, right=True)
     return (weights_a * (cdf.gather(1, below) + cdf.gather(1, upto)) / 2).sum(1)
 
 
@@ -169,7 +171,8 @@ def selected_value(rewards: Tensor, judged: Tensor, objective: Objective) -> Ten
     if judged.shape != rewards.shape:
         raise ValueError(f"expected judged of the shape of rewards {tuple(rewards.shape)}, got {tuple(judged.shape)}")
     ordered, order = rewards.sort(dim=1)
-    weights, judged = chosen_weights(ordered, objective), judged.gather(1, order)
+    weights = chosen_weights(ordered, objective)
+    judged = judged.gather(1, order)
     first = torch.searchsorted(ordered, ordered)  # equal rewards share their weight
     last = torch.searchsorted(ordered, ordered, right=True)
     total = torch.nn.functional.pad(weights.cumsum(1), (1, 0))
@@ -276,7 +279,8 @@ def paired_test(
     mean, low, high = (x.item() for x in bootstrap(difference, level=level, seed=seed))
     if len(difference) == 1:
         return mean, low, high, math.nan
-    larger, chunk = 0, _rows_at_a_time(len(difference))
+    larger = 0
+    chunk = _rows_at_a_time(len(difference))
     for start in range(0, resamples, chunk):
         signs = _signs(len(difference), min(chunk, resamples - start), seed + start)
         larger += int(((signs @ difference).abs() >= difference.sum().abs() * (1 - 1e-12)).sum())
@@ -303,7 +307,8 @@ def two_way_interval(values: Tensor, *, level: float = 0.95) -> tuple[float, flo
         raise ValueError(f"values contain {(~y.isfinite()).sum()} NaN or infinite values; leave those prompts out")
     seeds, prompts = y.shape
     mean = y.mean()
-    of_seeds, of_prompts = y.mean(1, keepdim=True) - mean, y.mean(0, keepdim=True) - mean
+    of_seeds = y.mean(1, keepdim=True) - mean
+    of_prompts = y.mean(0, keepdim=True) - mean
     residual = y - mean - of_seeds - of_prompts
     free = torch.tensor([seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1)], dtype=torch.float64)
     sums = torch.stack([prompts * of_seeds.square().sum(), seeds * of_prompts.square().sum(), residual.square().sum()])
@@ -393,7 +398,8 @@ def _quantile(ordered: Tensor, share: Tensor) -> Tensor:
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
     """Means over prompts drawn with replacement: (..., P) -> (resamples, ...)."""
     prompts = values.shape[-1]
-    chunk, parts = _rows_at_a_time(prompts), []
+    chunk = _rows_at_a_time(prompts)
+    parts = []
     for start in range(0, resamples, chunk):
         counts = _counts(prompts, min(chunk, resamples - start), seed + start)
         parts.append(torch.tensordot(counts, values, dims=([1], [values.dim() - 1])) / prompts)
@@ -422,7 +428,8 @@ def _signs(prompts: int, rows: int, seed: int) -> Tensor:
 
 
 def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = _group(a, "a"), _group(b, "b")
+    a = _group(a, "a")
+    b = _group(b, "b")
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} prompts and b has {len(b)}; both sides must answer the same prompts")
     return a, b

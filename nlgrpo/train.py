@@ -85,25 +85,29 @@ class PolicyTrainer(Trainer):
     # fmt: off
     def online_step(self, log: MetricsLogger) -> None:
         """One step of GRPO or PPO."""
-        cfg, ranks, progress, step = self.config, self.ranks, self.progress, self.progress.step
-        learner, rollouts, objective = self.learner, self.rollouts, self.setup.objective
+        cfg     = self.config
+        ranks   = self.ranks
+        learner = self.learner
+        joint   = self.setup.objective                               # R_1, .., R_m and g
+        progress = self.progress
+        step    = progress.step
         clock   = Clock(ranks.device, step)
         clock.phase("generate")
-        drawn   = rollouts.draw()                                    # M completions of each prompt, and log-probs
-        batch, rollout = drawn.batch, drawn.rollout                  # this rank's share of the P prompts
+        drawn   = self.rollouts.draw()                               # M completions of this rank's share of P prompts
+        rollout = drawn.rollout                                      # tokens and log-probs            (P, M, L)
         clock.phase("reference")
         ref     = learner.reference_logprobs(rollout) if self.needs_reference(step) else None  # (P M, L)
         ratios  = learner.corrected(rollout)                         # policy / sampler, or None without loss.correction
         clock.phase("rewards")
-        scores, calibrated = rollouts.score(drawn, ref)              # {name: (P, M)}, NaN where a reward abstains
+        scores, calibrated = self.rollouts.score(drawn, ref)         # {name: (P, M)}, NaN where a reward abstains
         clock.phase("linearize")
         weights = None if ratios is None else ratios.completions     # (P, M), or None: weights of tokens only
         groups  = GlobalBatch.gather(ranks, scores, rollout, calibrated, weights)  # from here on: all P prompts
-        values  = groups.values(objective.objectives)                # R_i at every prompt             (m, P)
-        terms   = groups.linearize(objective.objectives, cfg.loss.baseline)  # dR_i/dpi minus a baseline  (m, P, M)
-        value, gradient = objective.aggregated(values, progress.averages)  # g(R_1, .., R_m) and dg/dR_i     (m,)
+        values  = groups.values(joint.objectives)                    # R_i at every prompt             (m, P)
+        terms   = groups.linearize(joint.objectives, cfg.loss.baseline)  # dR_i/dpi minus a baseline      (m, P, M)
+        value, gradient = joint.aggregated(values, progress.averages)  # g(R_1, .., R_m) and dg/dR_i     (m,)
         linear  = combine(terms, gradient)                           # sum_i dg/dR_i dR_i/dpi          (P, M)
-        scored  = groups.has_reward(objective.objectives, gradient)  # False where the rewards abstain (P, M)
+        scored  = groups.has_reward(joint.objectives, gradient)      # False where the rewards abstain (P, M)
         gain    = linear
         in_reward = cfg.loss.kl_in == "reward" and progress.beta > 0
         if ref is not None and in_reward and learner.critic is None:  # with a critic: per token
@@ -119,30 +123,33 @@ class PolicyTrainer(Trainer):
             dropped=dropped, corrected=ratios, other=self.likelihood(),
         )
         clock.stop()
-        shown   = groups.scores(objective.objectives)                # {name: (P, M)}, one number per completion
+        shown   = groups.scores(joint.objectives)                    # {name: (P, M)}, one number per completion
         stats |= {"beta": progress.beta}
-        stats |= groups.metrics(value, values, shown, objective.weights, linear, adv, scored)
+        stats |= groups.metrics(value, values, shown, joint.weights, linear, adv, scored)
         progress.advance(groups.tokens, prompts=cfg.rollout.prompts, empty=not scored.any())
         stats["rewards/empty_steps"] = float(progress.empty_steps)   # in a row
         if "kl" in stats:                                            # absent if all groups were dropped
             progress.beta = next_beta(cfg, step, progress.beta, stats["kl"])
         completions = int(groups.lengths.sum())
         stats |= self.speed(clock, groups.packed_tokens, completions, passes=cfg.loss.epochs)
-        stats |= rollouts.metrics(drawn, step, stats)
+        stats |= self.rollouts.metrics(drawn, step, stats)
         log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
         self.watch.look(step, stats)
-        why     = partial(groups.without_reward, objective.objectives, cfg.rewards)
+        why     = partial(groups.without_reward, joint.objectives, cfg.rewards)
         self.watch.check_rewards(step, progress.empty_steps, why)
         if every(cfg.train.samples_every, step):
-            texts = rollouts.sampler.texts(batch.prompts, rollout)
-            log.table(step, groups.samples(batch, texts, shown, terms, adv))
+            texts = self.rollouts.sampler.texts(drawn.batch.prompts, rollout)
+            log.table(step, groups.samples(drawn.batch, texts, shown, terms, adv))
     # fmt: on
 
     def offline_step(self, log: MetricsLogger) -> None:
         """One step of BoN-SFT, DPO, IPO or BoNBoN."""
         from nlgrpo.training import offline
 
-        cfg, progress, step, samples = self.config, self.progress, self.progress.step, self.setup.samples
+        cfg = self.config
+        progress = self.progress
+        step = self.progress.step
+        samples = self.setup.samples
         assert samples is not None
         clock = Clock(self.ranks.device, step)
         clock.phase("choose")

@@ -155,7 +155,8 @@ def alignment_curve(
     negative weight.
     """
     _check_n(n)
-    phi, extra = as_transform(transform, n), _named(procedures)
+    phi = as_transform(transform, n)
+    extra = _named(procedures)
     each = betas.tolist() if isinstance(betas, Tensor) else betas
     return _curve(n, [_aligned(phi, beta, extra) for beta in each], extra)
 
@@ -169,7 +170,8 @@ def at_kl(
     is not positive, and for one that the transform cannot reach or, for a fixed point that is not unique, jumps over.
     """
     _check_n(n)
-    phi, extra = as_transform(transform, n), _named(procedures)
+    phi = as_transform(transform, n)
+    extra = _named(procedures)
     return _curve(n, [_aligned(phi, _beta_for(phi, kl), extra) for kl in kls], extra)
 
 
@@ -206,7 +208,8 @@ class _Aligned:
 
     def losses(self, n: int) -> tuple[float, float, float]:
         """Loss rates against the reference of one sample, best of n, and worst of n, computed without cancellation."""
-        F, panels = self.F, self.panels
+        F = self.F
+        panels = self.panels
         any_below = -torch.expm1(n * torch.log1p(-F))  # 1 - (1 - F)^n
         rates = (
             panels.total(F),
@@ -268,7 +271,8 @@ def _beta_for(transform: Transform, kl: float) -> float:
         try:
             next_value = excess(next_log_beta)
         except ValueError as error:  # the density cannot be integrated there; a smaller step may work
-            step, why = step / 2, str(error).rstrip(".")
+            step = step / 2
+            why = str(error).rstrip(".")
             continue
         if next_value * value <= 0:
             beta = math.exp(brentq(excess, log_beta, next_log_beta, xtol=1e-12, rtol=1e-14))
@@ -278,7 +282,9 @@ def _beta_for(transform: Transform, kl: float) -> float:
                     "and the KL jumps; choose a beta instead, or another KL."
                 )
             return beta
-        log_beta, value, step = next_log_beta, next_value, 2 * step
+        log_beta = next_log_beta
+        value = next_value
+        step = 2 * step
     raise ValueError(f"{transform}: KL = {kl:g} is out of reach, the furthest is {value + kl:.3g}: {why}.")
 
 

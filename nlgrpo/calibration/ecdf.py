@@ -49,7 +49,8 @@ class ECDF:
 
     def __init__(self, samples: Tensor, *, weights: Tensor | None = None, offsets: Tensor | None = None) -> None:
         if weights is None:
-            self.samples, self.weights = kernel.sort(samples, offsets=offsets), None
+            self.samples = kernel.sort(samples, offsets=offsets)
+            self.weights = None
         else:
             self.samples, self.weights = kernel.sort_weighted(samples, weights, offsets=offsets)
         self.offsets = None if offsets is None else offsets.to(torch.int64, copy=True)
@@ -57,7 +58,9 @@ class ECDF:
     @classmethod
     def _of_sorted(cls, samples: Tensor, weights: Tensor | None, offsets: Tensor | None) -> ECDF:
         ecdf = cls.__new__(cls)
-        ecdf.samples, ecdf.weights, ecdf.offsets = samples, weights, offsets
+        ecdf.samples = samples
+        ecdf.weights = weights
+        ecdf.offsets = offsets
         return ecdf
 
     def __len__(self) -> int:
@@ -197,12 +200,15 @@ class ECDF:
         """Load a file written by `save`, bit for bit. Raises ValueError for any other file."""
         try:
             with safe_open(path, framework="pt") as file:
-                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not an ECDF file: {error}.") from None
         if metadata != FORMAT or "samples" not in tensors:
             raise ValueError(f"{path} is not an ECDF file: expected {FORMAT} in its header, got {metadata}.")
-        samples, weights, offsets = tensors["samples"], tensors.get("weights"), tensors.get("offsets")
+        samples = tensors["samples"]
+        weights = tensors.get("weights")
+        offsets = tensors.get("offsets")
         if not torch.equal(cls(samples, weights=weights, offsets=offsets).samples, samples):  # also validates all
             raise ValueError(f"{path} is not an ECDF file: its samples are not sorted.")
         return cls._of_sorted(samples, weights, offsets).to(device)
@@ -313,7 +319,8 @@ def _distance(a: ECDF, b: ECDF) -> Tensor:
 
 def _gather_shards(mine: ECDF, group: dist.ProcessGroup | None) -> list[ECDF]:
     """Return the ECDFs of all ranks, in rank order."""
-    samples, dtypes = mine.samples, list(kernel.FLOATS)
+    samples = mine.samples
+    dtypes = list(kernel.FLOATS)
     kind = [dtypes.index(samples.dtype), mine.weights is not None, mine.offsets is not None, samples.ndim, mine._rows]
     header = torch.tensor([*map(int, kind), samples.shape[-1]], device=samples.device)
     headers = [torch.empty_like(header) for _ in range(dist.get_world_size(group))]

@@ -49,7 +49,9 @@ class FixedPoint:
     """Phi of Corollary 2 for ``n``, ``beta``, best-of-n or ``worst``-of-n, with Phi(1) = 0. Created by `solve`."""
 
     def __init__(self, n: int, beta: float, worst: bool) -> None:
-        self.n, self.beta, self.worst = n, beta, worst
+        self.n = n
+        self.beta = beta
+        self.worst = worst
         self._quintic = _quintic(*(self._worst_of_n() if worst else self._best_of_n()))
         self.residual = self._residual()
 
@@ -63,13 +65,16 @@ class FixedPoint:
 
     def _best_of_n(self) -> tuple[np.ndarray, ...]:
         """Return w = 1 - u in ascending order from 0, with Phi and its first two derivatives in w."""
-        n, tau, curve = self.n, self._times(), _curve(self.n, self.worst)
+        n = self.n
+        tau = self._times()
+        curve = _curve(self.n, self.worst)
         log_t, log_g, log_p = curve(tau)
         # log(1/u), integrated from the end: the difference of two log t would lose its digits for u close to 1.
         back = STEP * (np.arange(len(tau) - 1)[:, None] + (1 + NODES) / 2)
         r = np.exp(_log_r(curve((tau[0] - back).ravel()))).reshape(back.shape)
         steps = STEP / 2 * (1 / (n + (n - 1) * r)) @ WEIGHTS
-        log_u, log_F = -np.concatenate(([0.0], steps.cumsum())), log_g - log_g[0]
+        log_u = -np.concatenate(([0.0], steps.cumsum()))
+        log_F = log_g - log_g[0]
         slope = -(float(n) ** 2) * np.exp((n - 1) * (log_u + log_F))
         r = np.exp(_log_r((log_t, log_g, log_p)))
         return -np.expm1(log_u), self.beta * (log_p - log_p[0]), slope, -(n - 1) * slope * (1 + r) * np.exp(-log_u)
@@ -78,7 +83,8 @@ class FixedPoint:
         """The same for worst-of-n, where w is t/t_1 itself."""
         n = self.n
         log_t, log_g, log_p = _curve(n, self.worst)(self._times()[::-1])
-        log_w, log_rest = log_t - log_t[-1], log_g - log_g[-1]
+        log_w = log_t - log_t[-1]
+        log_rest = log_g - log_g[-1]
         log_w[-1] = 0.0
         slope = -(float(n) ** 2) * np.exp((n - 1) * (log_w + log_rest))
         r = np.exp(_log_r((log_t, log_g, log_p)))
@@ -163,9 +169,11 @@ def _quintic(w: np.ndarray, phi: np.ndarray, slope: np.ndarray, curvature: np.nd
 
     values = np.stack((phi, slope, curvature))
     if w[0] > 0:
-        w, values = np.insert(w, 0, 0.0), np.insert(values, 0, (phi[0], 0, 0), axis=1)
+        w = np.insert(w, 0, 0.0)
+        values = np.insert(values, 0, (phi[0], 0, 0), axis=1)
     if w[-1] < 1:
-        w, values = np.append(w, 1.0), np.append(values, [[phi[-1]], [0], [0]], axis=1)
+        w = np.append(w, 1.0)
+        values = np.append(values, [[phi[-1]], [0], [0]], axis=1)
     h = np.diff(w)
     y, d, e = values[:, :-1]
     low = (y, y + h * d / 5, y + 2 * h * d / 5 + h**2 * e / 20)

@@ -63,7 +63,8 @@ def p_value(a: Tensor, b: Tensor, distance: float, method: str = "auto") -> floa
 
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not known; expected 'auto', 'exact' or 'asymp'.")
-    m, n = len(a), len(b)
+    m = len(a)
+    n = len(b)
     if method == "exact" or (method == "auto" and max(m, n) <= MOST_EXACT):
         return float(ks_2samp(a.double().cpu().numpy(), b.double().cpu().numpy(), method="exact").pvalue)
     size = round(m * n / (m + n))
@@ -152,7 +153,9 @@ def _shuffled(rewards: Tensor, seed: int) -> Tensor:
 
 def _compare(a: Tensor, b: Tensor, alpha: float) -> Comparison:
     """Return the table row of samples (P, M1) against (P, M2)."""
-    P, m, n = len(a), a.shape[1], b.shape[1]
+    P = len(a)
+    m = a.shape[1]
+    n = b.shape[1]
     d = distance((ecdf.sort(a), ecdf.sort(b)), (None, None), None)
     steps, index = (d * m * n).round().unique(return_inverse=True)  # equal distances have equal p-values
     examples = [int((index == step).nonzero()[0]) for step in range(len(steps))]

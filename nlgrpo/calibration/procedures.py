@@ -47,7 +47,8 @@ class CalibratedProcedure:
         self.objective = objective
         self._check_sign(torch.linspace(0, 1, GRID, dtype=torch.float64))
         edges, rough = self._resolved()
-        self._begin, self._width = edges[:-1], edges.diff()
+        self._begin = edges[:-1]
+        self._width = edges.diff()
         masses = (self.objective.weight_at(self._nodes(edges[:-1], edges[1:])) @ WEIGHTS) * self._width / 2
         self._total = float(masses.sum())
         self._below = torch.nn.functional.pad(masses.cumsum(0)[:-1], (1, 0))
@@ -74,13 +75,17 @@ class CalibratedProcedure:
         For single numbers, where a tensor operation would take most of the time: by the polynomials of `_resolved`.
         """
         ends = (0.0, *self.breaks, 1.0)
-        low, high = ends[piece] + MARGIN * (piece > 0), ends[piece + 1] - MARGIN * (piece < len(self.breaks))
-        begins, widths, polynomials = self._begin.tolist(), self._width.tolist(), self._polynomials
+        low = ends[piece] + MARGIN * (piece > 0)
+        high = ends[piece + 1] - MARGIN * (piece < len(self.breaks))
+        begins = self._begin.tolist()
+        widths = self._width.tolist()
+        polynomials = self._polynomials
 
         def g(rank: float) -> float:
             z = min(max(rank, low), high)
             i = bisect_right(begins, z) - 1
-            x, value = 2 * (z - begins[i]) / widths[i] - 1, 0.0
+            x = 2 * (z - begins[i]) / widths[i] - 1
+            value = 0.0
             for coefficient in polynomials[i]:  # Horner's rule
                 value = value * x + coefficient
             return value
@@ -143,7 +148,8 @@ class CalibratedProcedure:
     def _check_sign(self, ranks: Tensor) -> None:
         values = self.objective.weight_at(ranks)
         if bool((values < 0).any()):
-            at, value = float(ranks[values < 0][0]), float(values[values < 0][0])
+            at = float(ranks[values < 0][0])
+            value = float(values[values < 0][0])
             raise ValueError(
                 f"{self.objective}: f({at:g}) = {value:g}; a procedure needs f >= 0, the relative probability that a "
                 "response of this rank is chosen."
@@ -155,7 +161,8 @@ def _jumps(edges: Tensor, narrow: Tensor) -> tuple[float, ...]:
     found: list[tuple[float, float]] = []  # width and middle
     previous = -2
     for i in narrow.nonzero().flatten().tolist():
-        width, middle = float(edges[i + 1] - edges[i]), float(edges[i] + edges[i + 1]) / 2
+        width = float(edges[i + 1] - edges[i])
+        middle = float(edges[i] + edges[i + 1]) / 2
         if i == previous + 1 and found:
             found[-1] = min(found[-1], (width, middle))
         else:

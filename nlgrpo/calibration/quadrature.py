@@ -49,7 +49,8 @@ class Panels:
         self._edges = edges
         half = edges.diff()[:, None] / 2
         z = edges[:-1, None] + half * (1 + NODES)
-        self.u, self.w = z.sigmoid(), (-z).sigmoid()
+        self.u = z.sigmoid()
+        self.w = (-z).sigmoid()
         self._steps = half * self.u * self.w  # du = steps * weight
 
     def total(self, values: Tensor) -> Tensor:

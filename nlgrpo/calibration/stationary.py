@@ -39,10 +39,14 @@ from nlgrpo.calibration.quadrature import logit, panels_for
 from nlgrpo.objectives.base import is_number
 from nlgrpo.objectives.rank_based import RankBased
 
-LEAST, MOST = 1e-12, 1e12  # range of beta
+# range of beta
+LEAST = 1e-12
+MOST = 1e12
 TOLERANCE = 1e-8  # of the residual
 SHOTS = 33  # values of s in the search for solutions
-ROUGH, FINE = 1e-8, 1e-13  # relative tolerances of the integration, of the search and of the solution
+# relative tolerances of the integration, of the search and of the solution
+ROUGH = 1e-8
+FINE = 1e-13
 NEAR = 1e-5  # fraction of a cell, more than the error of the search
 BEYOND = 2.0  # R at which an integration ends: it only grows, and must end at 1
 LONGEST = {ROUGH: 1.0, FINE: 0.05}  # step in u; the interpolation of the solution is of order 7
@@ -56,7 +60,8 @@ class StationaryPoint:
     """
 
     def __init__(self, procedure: CalibratedProcedure, beta: float) -> None:
-        self.procedure, self.beta = procedure, beta
+        self.procedure = procedure
+        self.beta = beta
         found = [_Shot(procedure, beta, s, FINE) for s in _starts(procedure, beta)]
         measured = [(*self._measure(shot), shot) for shot in found]
         self.value, self.residual, self._shot = max(measured, key=lambda each: each[0])
@@ -68,7 +73,8 @@ class StationaryPoint:
 
     def _measure(self, shot: _Shot) -> tuple[float, float]:
         """Return W - beta KL, and the largest error over u of Phi, both by quadrature of the density e^{Phi / beta}."""
-        beta, g = self.beta, self.procedure
+        beta = self.beta
+        g = self.procedure
         edges = [*map(logit, g.breaks), *shot.crossed]
         panels, logs = panels_for(lambda u, w: shot.phi(w) / beta, edges)
         total = panels.total(logs.exp())
@@ -92,8 +98,10 @@ class _Shot:
 
         breaks = procedure.breaks
         in_u = in_f = len(breaks)  # pieces of g in which u and F are
-        w, state = 0.0, np.zeros(2)
-        times, parts = [0.0], list[Any]()
+        w = 0.0
+        state = np.zeros(2)
+        times = [0.0]
+        parts = list[Any]()
         self.crossed = list[float]()
         while w < 1:
             if in_f and 1 - state[0] - breaks[in_f - 1] < CLOSE:
@@ -118,7 +126,8 @@ class _Shot:
                 raise ValueError(f"{procedure.name}: beta = {beta:g} could not be integrated: {solution.message}")
             times += solution.sol.ts[1:].tolist()
             parts += solution.sol.interpolants
-            w, state = float(solution.t[-1]), solution.y[:, -1]
+            w = float(solution.t[-1])
+            state = solution.y[:, -1]
             if solution.status == 1:
                 if len(solution.t_events[0]):
                     break
@@ -157,7 +166,8 @@ def _slopes(
     procedure: CalibratedProcedure, beta: float, s: float, in_u: int, in_f: int
 ) -> Callable[[float, np.ndarray], tuple[float, float]]:
     """Return the derivatives of R and Phi in w, with g continued from the given pieces."""
-    of_u, of_f = procedure.on(in_u), procedure.on(in_f)
+    of_u = procedure.on(in_u)
+    of_f = procedure.on(in_f)
 
     def slopes(w: float, y: np.ndarray) -> tuple[float, float]:
         return math.exp(s + min(float(y[1]), 0.0) / beta), -of_u(1 - w) * of_f(1 - float(y[0]))
@@ -202,11 +212,13 @@ def _root(procedure: CalibratedProcedure, beta: float, low: float, high: float) 
         return _Shot(procedure, beta, s, tolerance).end - 1
 
     near = NEAR * (high - low)
-    low, high = max(0.0, low - near), high + near
+    low = max(0.0, low - near)
+    high = high + near
     if excess(low, ROUGH) * excess(high, ROUGH) < 0:
         rough = brentq(excess, low, high, args=(ROUGH,), xtol=near / 100)
         if excess(rough - near, FINE) * excess(rough + near, FINE) < 0:
-            low, high = rough - near, rough + near
+            low = rough - near
+            high = rough + near
     if excess(low, FINE) * excess(high, FINE) > 0:
         return None
     return float(brentq(excess, low, high, args=(FINE,), xtol=1e-14))

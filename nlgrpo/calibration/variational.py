@@ -145,7 +145,8 @@ def strict_order(rewards: Tensor, keys: Tensor) -> Tensor:
     by_key = keys.argsort(dim=-1, stable=True)
     _refuse("rewards", rewards, rewards.isnan(), "drop the sample first")
     order = by_key.gather(-1, ecdf.argsort(rewards.gather(-1, by_key)))
-    r, k = rewards.gather(-1, order), keys.gather(-1, order)
+    r = rewards.gather(-1, order)
+    k = keys.gather(-1, order)
     differs = (r[..., 1:] != r[..., :-1]) | (k[..., 1:] != k[..., :-1])
     return torch.empty_like(order).scatter_(-1, order, pad(differs.cumsum(-1), (1, 0)))
 
@@ -161,7 +162,8 @@ def strict_counts(rewards: Tensor, keys: Tensor, reference: Tensor, reference_ke
     if reference.ndim != 2 or rewards.ndim != 2 or len(rewards) != len(reference) or not reference.shape[1]:
         shapes = f"{tuple(rewards.shape)} and {tuple(reference.shape)}"
         raise ValueError(f"rewards and reference: expected (P, M) and (P, K) with K >= 1, got {shapes}.")
-    M, K = rewards.shape[1], reference.shape[1]
+    M = rewards.shape[1]
+    K = reference.shape[1]
     common = torch.promote_types(rewards.dtype, reference.dtype)
     pooled = torch.cat([rewards.to(common), reference.to(common)], 1)
     place = strict_order(pooled, torch.cat([keys, reference_keys], 1)).double()
@@ -200,7 +202,8 @@ def log_strict_cdf(
 
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
     """Return log(e^a + e^b). Near 0 it uses expm1, as `logaddexp` has an error of 1e-16 that n would amplify."""
-    high, low = torch.maximum(a, b), torch.minimum(a, b)
+    high = torch.maximum(a, b)
+    low = torch.minimum(a, b)
     near = torch.log1p(high.clamp(min=NEAR_ONE).expm1() + low.exp())
     return torch.where(high > NEAR_ONE, near, torch.logaddexp(a, b))
 

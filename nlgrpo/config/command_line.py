@@ -34,7 +34,8 @@ def check_arguments(arguments: Sequence[str], environ: Mapping[str, str] = os.en
 
 def _repeated(arguments: Sequence[str]) -> list[str]:
     """Options that are given again, as they are spelled then. ``--a.no-b`` is the option ``--a.b``."""
-    seen, found = set[str](), list[str]()
+    seen = set[str]()
+    found = list[str]()
     for argument in arguments:
         if argument == "--":
             break

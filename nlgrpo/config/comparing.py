@@ -20,7 +20,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     """List the differences of two configurations (as dictionaries) as lines ``section.key: old -> new``."""
     lines = []
     for key in dict.fromkeys([*old, *new]):
-        a, b = old.get(key), new.get(key)
+        a = old.get(key)
+        b = new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             lines += differences(a, b, f"{prefix}{key}.")
         elif _plain(a) != _plain(b):
@@ -30,7 +31,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def without_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a `Config`, as a dictionary, that differ from the defaults; for each reward too."""
-    defaults, kept = to_dict(Config()), dict[str, Any]()
+    defaults = to_dict(Config())
+    kept = dict[str, Any]()
     for name, value in config.items():
         if name == "rewards":
             own = to_dict(Config(rewards={"x": RewardConfig(function="")}))["rewards"]["x"]

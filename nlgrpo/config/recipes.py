@@ -117,7 +117,8 @@ def _length_iama(recipe: str, objective: str) -> Config:
     3000 steps, a constant learning rate of 1e-6, beta = 1e-4, no scaling of rewards. The paper says "Ultra-Feedback"
     and "Mistral 7B Instruct"; the names on the hub, and prompts of up to 512 tokens, are ours.
     """
-    limit, source = 256, "trl-lib/ultrafeedback-prompt"
+    limit = 256
+    source = "trl-lib/ultrafeedback-prompt"
     return Config(
         recipe=recipe,
         model=ModelConfig("mistralai/Mistral-7B-Instruct-v0.1", activation_checkpointing=True),

@@ -123,8 +123,11 @@ def tracker_faults(names: Sequence[str]) -> list[str]:
 
 
 def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
-    data, loss = config.data, config.loss
-    words, limit, longest = data.first_words, data.limit, data.max_prompt_tokens
+    data = config.data
+    loss = config.loss
+    words = data.first_words
+    limit = data.limit
+    longest = data.max_prompt_tokens
     faults = [
         need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
         need("data.cut_after", "a text or none", data.cut_after != ""),
@@ -158,8 +161,10 @@ def _divergence_faults(config: Config) -> list[str]:
 
 
 def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
-    environment, data = config.environment, config.data
-    limit, answer = environment.max_tokens, config.rollout.max_new_tokens
+    environment = config.environment
+    data = config.data
+    limit = environment.max_tokens
+    answer = config.rollout.max_new_tokens
     faults = [
         need("environment.max_tokens", "> rollout.max_new_tokens or none", limit is None or limit > answer),
         need("environment.retries", ">= 0", environment.retries >= 0),
@@ -180,7 +185,11 @@ def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -
 
 
 def _faults(config: Config, world: int) -> list[str]:
-    rollout, loss, optim, train, evaluation = config.rollout, config.loss, config.optim, config.train, config.evaluation
+    rollout = config.rollout
+    loss = config.loss
+    optim = config.optim
+    train = config.train
+    evaluation = config.evaluation
 
     need = partial(need_of, config)
     faults = [
@@ -267,7 +276,8 @@ def _faults(config: Config, world: int) -> list[str]:
 
 
 def _engine_faults(config: Config) -> list[str]:
-    rollout, faults = config.rollout, []
+    rollout = config.rollout
+    faults = []
     if config.vllm.servers and rollout.engine != "vllm":
         faults.append(f"vllm.servers: only with rollout.engine = 'vllm', got {rollout.engine!r}")
     if rollout.ahead > 0 and not config.vllm.servers:
@@ -318,7 +328,9 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
     from nlgrpo.calibration import variational
     from nlgrpo.calibration.transforms import parse_transform
 
-    beta, own, faults = config.loss.beta, config.calibration, []
+    beta = config.loss.beta
+    own = config.calibration
+    faults = []
     try:
         variational_bon = variational.parse_variational(reward.transform)
         if variational_bon is None:
@@ -352,8 +364,12 @@ def _transform_faults(name: str, reward: RewardConfig, config: Config) -> list[s
 
 def _offline_faults(config: Config) -> list[str]:
     """Faults of an offline algorithm, including keys that it would ignore."""
-    loss, own, samples = config.loss, config.offline, config.rollout.samples
-    name, least, faults = f"loss.algorithm = {loss.algorithm!r}", 2 if loss.paired else 1, []
+    loss = config.loss
+    own = config.offline
+    samples = config.rollout.samples
+    name = f"loss.algorithm = {loss.algorithm!r}"
+    least = 2 if loss.paired else 1
+    faults = []
     if not config.calibration.rollouts:
         faults.append(f"{name}: needs samples of the reference, calibration.rollouts (a folder of `nlgrpo rollout`)")
     if not least <= own.n <= samples:
@@ -387,7 +403,9 @@ def _offline_faults(config: Config) -> list[str]:
 
 
 def _jeffreys_faults(config: Config) -> list[str]:
-    n, samples, faults = config.offline.n, config.rollout.samples, []
+    n = config.offline.n
+    samples = config.rollout.samples
+    faults = []
     if not 0 < config.loss.jeffreys < 1:
         faults.append(f"loss.jeffreys = {config.loss.jeffreys}: allowed is in [0, 1)")
     if not config.calibration.rollouts:
@@ -431,7 +449,9 @@ def _aggregate_faults(config: Config) -> list[str]:
 
 
 def _reward_faults(config: Config) -> list[str]:
-    rewards, samples, faults = config.rewards, config.rollout.samples, list[str]()
+    rewards = config.rewards
+    samples = config.rollout.samples
+    faults = list[str]()
     if not rewards:
         faults.append("there is no reward: give one with --rewards.NAME.function, or a [rewards.NAME] table")
     if rewards and all(reward.weight == 0 for reward in rewards.values()):

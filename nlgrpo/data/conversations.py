@@ -92,7 +92,8 @@ def _is_silent(message: Mapping[str, Any]) -> bool:
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if not isinstance(role, str) or not role:
         raise UserError(f"{where} has {brief(role)} as its role; expected a text, such as 'user'.")
     found = {key: without_none(part) for key, part in message.items() if part is not None}
@@ -115,9 +116,11 @@ def content_text(content: object, where: str) -> str:
 def _part(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind, text = type(part).__name__, None
+    kind = type(part).__name__
+    text = None
     if isinstance(part, Mapping):
-        kind, text = part.get("type") or "text", part.get("text")
+        kind = part.get("type") or "text"
+        text = part.get("text")
     if kind == "text" and isinstance(text, str):
         return text
     raise UserError(
@@ -184,7 +187,8 @@ def answered(prompt: Sequence[dict[str, Any]], completion: Sequence[dict[str, An
     """Return the conversation with its answer. An answer that continues the last message becomes a part of it."""
     if not (prompt and completion and prompt[-1].get("role") == completion[0].get("role") == "assistant"):
         return [*prompt, *completion]
-    begun, rest = prompt[-1], completion[0]
+    begun = prompt[-1]
+    rest = completion[0]
     whole = {**begun, **rest, "content": _content(begun.get("content")) + _content(rest.get("content"))}
     return [*prompt[:-1], whole, *completion[1:]]
 
@@ -222,10 +226,12 @@ class ChatOptions:
 
     def with_row(self, row: Mapping[str, Any], where: str) -> ChatOptions:
         """Return the options for a row of the data. Raises UserError for columns of another kind."""
-        kwargs, tools = row.get("chat_template_kwargs"), row.get("tools")
+        kwargs = row.get("chat_template_kwargs")
+        tools = row.get("tools")
         if kwargs is None and tools is None:
             return self
-        kwargs, tools = _from_json(kwargs, where, "chat_template_kwargs"), _from_json(tools, where, "tools")
+        kwargs = _from_json(kwargs, where, "chat_template_kwargs")
+        tools = _from_json(tools, where, "tools")
         if not isinstance(kwargs, Mapping | None):
             raise UserError(f"{where}: column 'chat_template_kwargs' holds {brief(kwargs)} instead of an object.")
         if not (tools is None or (isinstance(tools, list | tuple) and all(isinstance(t, Mapping) for t in tools))):
@@ -388,7 +394,8 @@ def _check_all_written(template: str, messages: list[dict[str, Any]], variables:
     written = _written(template, json.dumps(marked, default=str), json.dumps(variables, sort_keys=True, default=str))
     for i, mark in marks.items():
         if written is not None and mark not in written:
-            role, content = messages[i]["role"], messages[i]["content"]
+            role = messages[i]["role"]
+            content = messages[i]["content"]
             raise UserError(
                 f"{where}: the chat template leaves out message {i + 1}, of the role {role!r}: {brief(content)}. "
                 f"{_other_place(role)}"

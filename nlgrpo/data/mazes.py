@@ -21,7 +21,12 @@ from typing import Literal
 
 from nlgrpo.errors import UserError
 
-WALL, PATH, START, GOAL, NEWLINE, DONE = "WALL", "PATH", "START", "GOAL", "NEWLINE", "DONE"
+WALL = "WALL"
+PATH = "PATH"
+START = "START"
+GOAL = "GOAL"
+NEWLINE = "NEWLINE"
+DONE = "DONE"
 MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
 WORDS = (WALL, PATH, START, GOAL, NEWLINE, *MOVES, DONE)
 
@@ -162,7 +167,8 @@ def _walls_around(room: Place, size: int) -> list[tuple[Place, Place]]:
     """The walls of a room, each with the room behind it."""
     found = []
     for down, right in MOVES.values():
-        row, column = room[0] + 2 * down, room[1] + 2 * right
+        row = room[0] + 2 * down
+        column = room[1] + 2 * right
         if 0 < row < size and 0 < column < size:
             found.append(((room[0] + down, room[1] + right), (row, column)))
     return found

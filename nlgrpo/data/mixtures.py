@@ -148,7 +148,8 @@ def _slots(shares: tuple[int, ...]) -> list[tuple[int, int]]:
     sources = np.repeat(np.arange(len(shares)), shares)
     fractions = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
     ordered = sources[np.argsort(fractions, kind="stable")].tolist()
-    seen, slots = [0] * len(shares), []
+    seen = [0] * len(shares)
+    slots = []
     for source in ordered:
         slots.append((source, seen[source]))
         seen[source] += 1

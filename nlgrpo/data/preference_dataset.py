@@ -247,7 +247,8 @@ def _once(pairs: list[Pair]) -> list[Pair]:
         if (always or long) and _begin_with(pair.prompt, pair.chosen, pair.rejected):
             begun = pair.prompt.rstrip() if isinstance(pair.prompt, str) else pair.prompt
             cut = len(begun)
-            chosen, rejected = pair.chosen[cut:], pair.rejected[cut:]
+            chosen = pair.chosen[cut:]
+            rejected = pair.rejected[cut:]
             found.append(replace(pair, prompt=begun, chosen=chosen, rejected=rejected, repeated=True))
         else:
             found.append(pair)
@@ -309,7 +310,9 @@ class _Encoder:
     """Tokenises pairs and counts ties and truncated texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, source: str) -> None:
-        self.tokenizer, self.max_length, self.source = tokenizer, max_length, source
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.source = source
         self.tokenizer.truncation_side = "left"
 
     def encode(self, pairs: list[Pair]) -> PairSet:

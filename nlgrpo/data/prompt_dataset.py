@@ -38,7 +38,8 @@ class Batch:
 
     def only(self, places: Sequence[int]) -> Batch:
         """Return the prompts at these indices, which may repeat."""
-        ids, prompts = [self.ids[i] for i in places], [self.prompts[i] for i in places]
+        ids = [self.ids[i] for i in places]
+        prompts = [self.prompts[i] for i in places]
         columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
         return Batch([self.index[i] for i in places], ids, prompts, columns)
 
@@ -105,9 +106,14 @@ class PromptSet:
         shared: int = 0,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.ids, self.prompts, self.rows = ids, prompts, rows
-        self.seed, self.shuffle = seed, shuffle
-        self.dropped, self.unmatched, self.shared = dropped, unmatched, shared
+        self.ids = ids
+        self.prompts = prompts
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.dropped = dropped
+        self.unmatched = unmatched
+        self.shared = shared
         self.names = [name for name in _names(rows) if name not in RESERVED] if names is None else list(names)
 
     def __len__(self) -> int:
@@ -202,7 +208,8 @@ class PromptSet:
 
     def distinct(self, known: Iterable[Sequence[int]] = ()) -> PromptSet:
         """Return the set without duplicates and without prompts whose token ids are in ``known``."""
-        seen, places = {tuple(ids) for ids in known}, []
+        seen = {tuple(ids) for ids in known}
+        places = []
         for i, ids in enumerate(self.ids):
             if tuple(ids) not in seen:
                 seen.add(tuple(ids))

@@ -24,12 +24,14 @@ class PromptMaker:
         cut_after: str | None,
         first_words: int | None,
     ) -> None:
-        self.source, self.cut_after = source, cut_after
+        self.source = source
+        self.cut_after = cut_after
         self.first_words = re.compile(rf"\s*((?:\S+\s+){{0,{first_words - 1}}}\S+)") if first_words else None
         self.by_default = prompt_column == "prompt" and "prompt" not in names and "messages" in names
         self.column = "messages" if self.by_default else prompt_column
         self.pieces = _parse(template, self.column)
-        self.template, self.bare = template, template == "{prompt}"
+        self.template = template
+        self.bare = template == "{prompt}"
         self.used = any(field == self.column for _, field in self.pieces)
         shortens = cut_after is not None or first_words is not None
         if shortens and not self.used:
@@ -50,7 +52,8 @@ class PromptMaker:
         """Return the prompt of example ``number`` (from 1), or None if ``cut_after`` is not in it."""
         where = f"{self.source}, example {number}"
         if self.used:
-            value, of_column = row.get(self.column), f"{where}: column {self.column!r}"
+            value = row.get(self.column)
+            of_column = f"{where}: column {self.column!r}"
             value = messages_in(value, of_column) if isinstance(value, str) else value
             if isinstance(value, list | tuple):
                 return self._conversation(value, of_column)

@@ -27,7 +27,8 @@ class Retokenizer:
 
     def whole(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
         """Convert prompt and completion. Raises UserError if their text has no token."""
-        ids, end = self._ids([*prompt, *completion]), self.target.eos_token_id
+        ids = self._ids([*prompt, *completion])
+        end = self.target.eos_token_id
         if not ids:
             raise UserError(
                 "prompt and completion are an empty text, for which the value model's tokenizer has no token"
@@ -40,7 +41,8 @@ class Retokenizer:
 
         A token with letters of both belongs to the completion.
         """
-        whole, prompt_ids = self.whole(prompt, completion), self._ids(prompt)
+        whole = self.whole(prompt, completion)
+        prompt_ids = self._ids(prompt)
         shared = next((i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b), len(prompt_ids))
         return whole[: max(shared, 1)], whole[max(shared, 1) :]
 

@@ -193,11 +193,13 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
 class _BoundedGzip(gzip.GzipFile):
     """Raises UserError for a file made to fill the memory: text does not expand by a factor of 200."""
 
-    ALWAYS_ALLOWED, FACTOR = 2**30, 200
+    ALWAYS_ALLOWED = 2**30
+    FACTOR = 200
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.expanded, self.most = 0, max(self.ALWAYS_ALLOWED, self.FACTOR * path.stat().st_size)
+        self.expanded = 0
+        self.most = max(self.ALWAYS_ALLOWED, self.FACTOR * path.stat().st_size)
 
     def read1(self, size: int = -1) -> bytes:
         content = super().read1(size)
@@ -245,9 +247,11 @@ def _layout(path: Path) -> str:
         whole = json.loads("".join(line for _, line in _lines(path)))
     except (ValueError, RecursionError):
         return ""
-    kind, advice = "object", "write each row into one line"
+    kind = "object"
+    advice = "write each row into one line"
     if isinstance(whole, list):
-        kind, advice = "list", "name the file .json"
+        kind = "list"
+        advice = "name the file .json"
     return f". The whole file is one JSON {kind}, and a .jsonl file has one object per line: {advice}."
 
 

@@ -42,7 +42,10 @@ class PromptStream:
         skip: int = 0,
         held_out: frozenset[tuple[int, ...]] = frozenset(),
     ) -> None:
-        self.reader, self.seed, self.shuffle_buffer, self.skip = reader, seed, shuffle_buffer, skip
+        self.reader = reader
+        self.seed = seed
+        self.shuffle_buffer = shuffle_buffer
+        self.skip = skip
         self.held_out = held_out
         self._next: int = 0  # number of the prompt that `_prompts` gives next
         self._prompts: Iterator[_Read] = self._all_epochs()
@@ -105,7 +108,8 @@ class PromptStream:
         if cursor < 0 or count < 0:
             raise UserError(f"take(cursor={cursor}, count={count}): both must be 0 or more.")
         if cursor < self._next:
-            self._next, self._prompts = 0, self._all_epochs()
+            self._next = 0
+            self._prompts = self._all_epochs()
         for _ in range(self._next, cursor):
             next(self._prompts)
         taken = [next(self._prompts) for _ in range(count)]
@@ -119,7 +123,8 @@ class PromptStream:
         """Return a stream without the first ``count`` prompts of the source, and them."""
         if count == 0:
             return self, PromptSet([], [], [])
-        taken, rows = list[_Read](), 0
+        taken = list[_Read]()
+        rows = 0
         for read, after in self._epoch(self._rows(0, shuffled=False)):
             taken.append(read)
             rows = after
@@ -138,7 +143,8 @@ class PromptStream:
         """Return this stream with other attributes, from its beginning."""
         rest = copy(self)
         vars(rest).update(changes)
-        rest._next, rest._prompts = 0, rest._all_epochs()
+        rest._next = 0
+        rest._prompts = rest._all_epochs()
         return rest
 
     def _learn_names(self, rows: Iterable[Row]) -> None:

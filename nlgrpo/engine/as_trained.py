@@ -114,7 +114,8 @@ def check_base(adapter: str | Path, source: Path) -> None:
         return
     try:
         saved = json.loads(path.read_text("utf-8"))
-        base, trained_on = saved["base"], saved[BASE]
+        base = saved["base"]
+        trained_on = saved[BASE]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}); expected the model that the adapter was trained on. Remove the file "

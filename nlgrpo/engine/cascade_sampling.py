@@ -105,7 +105,8 @@ def sample(
     `engine.generate`.
     """
     check_prompts(model.shape, prompts, sampling)
-    index, cost = range(len(prompts)) if index is None else index, Cost()
+    index = range(len(prompts)) if index is None else index
+    cost = Cost()
     responses = [_Response(p) for p in range(len(prompts))]
     starts = _finite(rewards([r.prompt for r in responses], [()] * len(prompts)), responses, index)
     cost.queries += len(prompts)
@@ -137,7 +138,8 @@ def _decide(response: _Response, segment: Segment, value: float, tau: float, how
         if len(response.rejected) < how.tries:
             return
         value, segment = max(response.rejected, key=lambda pair: pair[0])  # the first of ties
-    response.tokens, response.logprobs = (*response.tokens, *segment.tokens), (*response.logprobs, *segment.logprobs)
+    response.tokens = (*response.tokens, *segment.tokens)
+    response.logprobs = (*response.logprobs, *segment.logprobs)
     response.value = value
     response.rejected.clear()
 
@@ -173,7 +175,8 @@ def _segments(
     A segment ends with a stop id or with the last token of a response, else before the first token, after ``shortest``,
     whose distribution under the model (at temperature 1, without filters) has an entropy of ``how.entropy`` or more.
     """
-    cached, device = CachedDecoder(model), model.head_weight.device
+    cached = CachedDecoder(model)
+    device = model.head_weight.device
     logits = cached.begin([[*prompt, *response.tokens] for prompt, _, response in rows])
     room = torch.tensor([sampling.max_new_tokens - len(response.tokens) for _, _, response in rows], device=device)
     steps = min(how.longest, int(room.max()))
@@ -182,8 +185,11 @@ def _segments(
         torch.tensor(x, device=device) for x in ([n for _, n, _ in rows], [response.drawn for _, _, response in rows])
     )
     noise = uniform_noise(seed, prompt, drawn, torch.arange(steps, device=device))
-    stops, done = stop_tensor(sampling, device), torch.zeros(len(rows), dtype=torch.bool, device=device)
-    lengths, tokens, logprobs = torch.zeros_like(room), list[Tensor](), list[Tensor]()
+    stops = stop_tensor(sampling, device)
+    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    lengths = torch.zeros_like(room)
+    tokens = list[Tensor]()
+    logprobs = list[Tensor]()
     for t in range(steps):
         if t >= how.shortest:
             done = done | (torch.distributions.Categorical(logits=logits.double()).entropy() >= how.entropy)

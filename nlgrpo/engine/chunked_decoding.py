@@ -27,7 +27,10 @@ class ModelValue:
     """
 
     def __init__(self, name: str, model: Decoder, room: int) -> None:
-        self.name, self.model, self.rows, self.room = name, model, CachedDecoder(model, score_head), room
+        self.name = name
+        self.model = model
+        self.rows = CachedDecoder(model, score_head)
+        self.room = room
 
     @property
     def models(self) -> list[Decoder]:
@@ -63,7 +66,9 @@ class ImplicitReward:
     """
 
     def __init__(self, name: str, tuned: Decoder, untuned: Decoder, room: int) -> None:
-        self.name, self.models, self.room = name, [tuned, untuned], room
+        self.name = name
+        self.models = [tuned, untuned]
+        self.room = room
         self.sides = [CachedDecoder(model, _hidden) for model in self.models]
 
     @property
@@ -82,7 +87,8 @@ class ImplicitReward:
         for model in self.models:
             _check_tokens(self.name, model, chunks)
         tokens, last = _padded(chunks, self.values.device)
-        source, place = torch.tensor(rows, device=tokens.device), torch.arange(len(chunks), device=tokens.device)
+        source = torch.tensor(rows, device=tokens.device)
+        place = torch.arange(len(chunks), device=tokens.device)
         inside = torch.arange(tokens.shape[1], device=tokens.device) <= last[:, None]
         sums = []
         for i, (model, side) in enumerate(zip(self.models, self.sides, strict=True)):
@@ -99,7 +105,8 @@ class ImplicitReward:
         source = torch.tensor(rows, device=self.values.device)
         for side in self.sides:
             side.branch(rows, 0)
-        self.last, self.values = [hidden[source] for hidden in self.last], self.values[source]
+        self.last = [hidden[source] for hidden in self.last]
+        self.values = self.values[source]
 
 
 def _hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -116,14 +123,16 @@ def _padded(chunks: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 def _check_context(name: str, model: Decoder, prompts: Sequence[Sequence[int]], room: int) -> None:
     """Raise UserError if a candidate can be longer than the model's context."""
-    longest, context = max(map(len, prompts)) + room, model.shape.context
+    longest = max(map(len, prompts)) + room
+    context = model.shape.context
     if longest > context:
         raise UserError(f"{name} has a context of {context} tokens, but candidates have up to {longest}")
 
 
 def _check_tokens(name: str, model: Decoder, tokens: Sequence[Sequence[int]]) -> None:
     """Raise UserError for a token id outside the vocabulary: that of the policy can be larger."""
-    largest, known = max(map(max, tokens)), model.shape.vocab
+    largest = max(map(max, tokens))
+    known = model.shape.vocab
     if largest >= known:
         raise UserError(f"{name} has a vocabulary of {known:,}, but a candidate has the token id {largest:,}")
 
@@ -147,7 +156,9 @@ class Policy:
     """Samples chunks of tokens from the frozen model, with a KV cache."""
 
     def __init__(self, model: Decoder, sampling: Sampling, seed: int) -> None:
-        self.rows, self.sampling, self.seed = CachedDecoder(model), sampling, seed
+        self.rows = CachedDecoder(model)
+        self.sampling = sampling
+        self.seed = seed
         self.stops = stop_tensor(sampling, model.head_weight.device)
 
     def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
@@ -169,10 +180,13 @@ class Policy:
         depends only on the seed, the prompt, ``places[i]`` and the position. With ``likely``, take the token of rank
         ``likely[i]`` by probability instead of sampling; its log-prob is -inf if fewer tokens are possible.
         """
-        cache, source = self.rows.cache, torch.tensor(rows, device=self.stops.device)
+        cache = self.rows.cache
+        source = torch.tensor(rows, device=self.stops.device)
         self.rows.branch(rows, tokens - 1)
-        logits, done = self.logits[source], torch.zeros_like(source, dtype=torch.bool)
-        sampled, logprobs = list[Tensor](), list[Tensor]()
+        logits = self.logits[source]
+        done = torch.zeros_like(source, dtype=torch.bool)
+        sampled = list[Tensor]()
+        logprobs = list[Tensor]()
         positions = torch.arange(cache.column, cache.column + tokens, device=source.device)
         place = torch.tensor(places, device=source.device)
         noise = uniform_noise(self.seed, self.index[cache.prompt], place, positions)
@@ -198,11 +212,15 @@ class TransformersPolicy:
     nbytes = 0  # its caches do not outlive a chunk
 
     def __init__(self, model: TransformersModel, sampling: Sampling, seed: int) -> None:
-        self.model, self.sampling, self.seed, self.prefixes = model, sampling, seed, Prefixes()
+        self.model = model
+        self.sampling = sampling
+        self.seed = seed
+        self.prefixes = Prefixes()
 
     def begin(self, prompts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
         self.prefixes.begin(prompts)
-        self.index, self.column = torch.tensor(list(index), device=self.model.device), 0
+        self.index = torch.tensor(list(index), device=self.model.device)
+        self.column = 0
 
     def keep(self, rows: Sequence[int], last: Sequence[int]) -> None:
         self.prefixes.keep(rows)
@@ -210,7 +228,8 @@ class TransformersPolicy:
     def expand(
         self, rows: Sequence[int], places: Sequence[int], tokens: int, likely: Sequence[int] | None = None
     ) -> list[Chunk]:
-        device, prompts = self.model.device, self.prefixes.prompts
+        device = self.model.device
+        prompts = self.prefixes.prompts
         self.prefixes.keep(rows)
         prompt = torch.tensor([p for p, _ in self.prefixes.rows], device=device)
         positions = torch.arange(self.column, self.column + tokens, device=device)

@@ -64,7 +64,8 @@ class Rollout:
 
     def completion_ids(self) -> list[list[int]]:
         """Token ids of the P*M completions, prompt by prompt."""
-        flat, lengths = self.tokens.flatten(0, 1).tolist(), self.lengths.flatten().tolist()
+        flat = self.tokens.flatten(0, 1).tolist()
+        lengths = self.lengths.flatten().tolist()
         return [ids[:n] for ids, n in zip(flat, lengths, strict=True)]
 
     def finish_reasons(self) -> list[str]:
@@ -247,12 +248,15 @@ class CachedDecoder:
     """
 
     def __init__(self, model: Decoder, head: Head = linear) -> None:
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Start with one row per prompt. Return the outputs (P, V) of the head at their last tokens."""
-        model, lengths = self.model, [len(prompt) for prompt in prompts]
-        device, weight = model.head_weight.device, model.head_weight
+        model = self.model
+        lengths = [len(prompt) for prompt in prompts]
+        device = model.head_weight.device
+        weight = model.head_weight
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         attend = _Prefill(lengths, device, weight.dtype)
         rope = model.rope(attend.positions)
@@ -270,10 +274,13 @@ class CachedDecoder:
 
         ``select`` is not needed for n = 1. ``rope_table``: `Decoder.rope` of the positions 0, 1, .., to save time.
         """
-        model, cache, n = self.model, self.cache, tokens.shape[1]
+        model = self.model
+        cache = self.cache
+        n = tokens.shape[1]
         positions = cache.positions(n)
         rope = model.rope(positions) if rope_table is None else (rope_table[0][positions], rope_table[1][positions])
-        x, shape = model.enter(tokens.flatten(), positions), model.shape
+        x = model.enter(tokens.flatten(), positions)
+        shape = model.shape
         for layer, block in enumerate(model.each_block()):
             weights = self.weights[layer]
             if weights is None:
@@ -329,12 +336,14 @@ def _decode(
     first: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens with their log-probs, (R, L), for the R = P * samples rows; undefined after a stop id."""
-    device, limit = model.head_weight.device, sampling.max_new_tokens
+    device = model.head_weight.device
+    limit = sampling.max_new_tokens
     prompt = torch.arange(len(prompts), device=device).repeat_interleave(samples)
     keys = torch.tensor(list(index), device=device)[prompt]
     sample = torch.tensor(list(first), device=device)[:, None] + torch.arange(samples, device=device)
     noise = uniform_noise(seed, keys, sample.flatten(), torch.arange(limit, device=device))
-    decoder, rows = CachedDecoder(model), _Rows(noise)
+    decoder = CachedDecoder(model)
+    rows = _Rows(noise)
     logits = decoder.begin(prompts)[prompt]
     decoder.branch(prompt, min(limit, FIRST_COLUMNS))
     cache = decoder.cache

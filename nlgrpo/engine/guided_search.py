@@ -181,7 +181,9 @@ def search(
     check_prompts(model.shape, prompts, sampling)
     index = range(len(prompts)) if index is None else index
     policy = policy_of(model, sampling, seed)
-    candidates, cost, batch = [], Cost(), max(1, max_rows // how.candidates)
+    candidates = []
+    cost = Cost()
+    batch = max(1, max_rows // how.candidates)
     for i in range(0, len(prompts), batch):
         tree = _Tree(policy, values, how, index[i : i + batch], cost, valued)
         candidates += tree.grow(prompts[i : i + batch])
@@ -226,12 +228,14 @@ class _Tree:
             value.begin(prompts)
         beams = [_Beam(p, 0, p) for p in range(len(prompts))]
         found: list[list[Candidate]] = [[] for _ in prompts]
-        length, limit = 0, self.policy.sampling.max_new_tokens
+        length = 0
+        limit = self.policy.sampling.max_new_tokens
         successors = self.how.candidates  # K B for the first chunk, then B
         while beams:
             tokens = min(self.how.chunk, limit - length)
             candidates = self._expand(beams, successors, tokens)
-            length, successors = length + tokens, self.how.successors
+            length = length + tokens
+            successors = self.how.successors
             incomplete = {beam.prompt for beam in candidates if not beam.finished and length < limit}
             new = [b for b in candidates if b.row is not None and (self.valued or b.prompt in incomplete)]
             self._score(new)
@@ -256,7 +260,8 @@ class _Tree:
         for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
             if chunk.logprobs[-1] == -math.inf:  # fewer tokens than successors are possible
                 continue
-            all_tokens, logprobs = (*beam.tokens, *chunk.tokens), (*beam.logprobs, *chunk.logprobs)
+            all_tokens = (*beam.tokens, *chunk.tokens)
+            logprobs = (*beam.logprobs, *chunk.logprobs)
             extended = _Beam(
                 beam.prompt, place, row, all_tokens, chunk.ended, logprobs=logprobs, parent=_row(beam),
                 chunk=chunk.tokens,
@@ -305,7 +310,8 @@ class _Tree:
                 f"sum_i V_i / beta_i is not finite for beta = {', '.join(f'{beta:g}' for _, beta in self.values)}"
             )
         for i, (beam, value_sum) in enumerate(zip(new, total.tolist(), strict=True)):
-            beam.earlier, beam.last = math.fsum(float(term[i]) for term in terms[1:-1]), float(terms[-1][i])
+            beam.earlier = math.fsum(float(term[i]) for term in terms[1:-1])
+            beam.last = float(terms[-1][i])
             beam.value = value_sum + math.fsum(beam.logprobs) if self.how.likeliest else value_sum
 
     def _bytes(self) -> int:

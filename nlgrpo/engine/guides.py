@@ -128,7 +128,9 @@ def load_values(
         model, trained = reward_model.load_reward_model(str(folder), dtype=dtype, device=device)
         if not trained:
             raise UserError(f"{path} is not a value model: it has no scalar head")
-        name, model, theirs = str(path), model.eval(), load_tokenizer(folder)
+        name = str(path)
+        model = model.eval()
+        theirs = load_tokenizer(folder)
         if same_ids(theirs, tokenizer):
             found.append((ModelValue(name, model, sampling.max_new_tokens), beta))
         else:
@@ -155,7 +157,9 @@ class TextValue(Prefixes):
     MICRO_BATCH = 16384  # tokens per forward pass
 
     def __init__(self, name: str, model: Decoder, retokenizer: Retokenizer) -> None:
-        self.name, self.model, self.retokenizer = name, model, retokenizer
+        self.name = name
+        self.model = model
+        self.retokenizer = retokenizer
         self.models = [model]
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:

@@ -71,7 +71,8 @@ class TransformersModel(nn.Module):
         architectures do not support padding.
         """
         tokens = torch.zeros(noise.shape, dtype=torch.int64, device=self.device)
-        logprobs, most = torch.zeros(noise.shape, device=self.device), 0
+        logprobs = torch.zeros(noise.shape, device=self.device)
+        most = 0
         for length in sorted(set(map(len, prefixes))):
             rows = [i for i, prefix in enumerate(prefixes) if len(prefix) == length]
             ranks = None if likely is None else [likely[i] for i in rows]
@@ -125,7 +126,9 @@ class TransformersModel(nn.Module):
         check_prompts(self.shape, prompts, sampling)
         if samples < 1:
             raise UserError(f"samples = {samples}: expected at least 1")
-        index, limit, parts = range(len(prompts)) if index is None else index, sampling.max_new_tokens, []
+        index = range(len(prompts)) if index is None else index
+        limit = sampling.max_new_tokens
+        parts = []
         first = firsts(first_sample, len(prompts))
         keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
         together = max_rows or ROWS
@@ -145,7 +148,10 @@ class _TokenSampler(LogitsProcessor):
     """Logits processor that chooses the next token of each row with `next_tokens`, and masks all others."""
 
     def __init__(self, noise: Tensor, sampling: Sampling, likely: Sequence[int] | None, vocabulary: int | None) -> None:
-        self.noise, self.sampling, self.likely, self.vocabulary = noise, sampling, likely, vocabulary
+        self.noise = noise
+        self.sampling = sampling
+        self.likely = likely
+        self.vocabulary = vocabulary
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
 

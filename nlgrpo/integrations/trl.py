@@ -288,7 +288,8 @@ class _Linearizer:
 
     def calls(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, Any]) -> list[Any]:
         """Bind the functions to their arguments. Raises ValueError for incomplete groups."""
-        size, count = _group_size(self.samples, columns.get("log_metric")), len(prompts)
+        size = _group_size(self.samples, columns.get("log_metric"))
+        count = len(prompts)
         ranks.own_part(count, size)
         kernels = [part.name for part in self.parts if part.objective.pairwise]
         if kernels and count % size:

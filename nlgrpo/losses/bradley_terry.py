@@ -96,7 +96,8 @@ def reliability(margin: Tensor, bins: int = 10) -> list[dict[str, float]]:
     equal. ECE, the expected calibration error, is the mean over pairs of |accuracy - confidence| of their bin (Naeini
     et al. 2015; Guo et al. 2017, eq. 3).
     """
-    confidence, right = margin.abs().sigmoid(), _right(margin)
+    confidence = margin.abs().sigmoid()
+    right = _right(margin)
     bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     rows = []
     for number in bin_of.unique().tolist():

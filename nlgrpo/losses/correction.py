@@ -34,9 +34,11 @@ def correct(correction: Correction, policy: Tensor, sampler: Tensor, lengths: Te
     ``policy`` (R, L) and ``sampler`` (P, M, L): log-probs of the same tokens. ``lengths`` (P, M): in tokens. Raises
     ValueError as `Correction.ratios`.
     """
-    flat, rows = sampler.flatten(0, 1), lengths.flatten()
+    flat = sampler.flatten(0, 1)
+    rows = lengths.flatten()
     ratios = correction.ratios(policy, flat, rows)
-    weights, uncut = ratios.weights, ratios.uncut
+    weights = ratios.weights
+    uncut = ratios.uncut
     kl = importance_sampling.kl_sum(policy, flat, rows)
     cut = (weights != uncut).double().sum()
     counts = weights.new_tensor(len(weights)), rows.sum().double()
@@ -53,7 +55,8 @@ def metrics(sums: Tensor, extremes: Tensor) -> dict[str, float]:
     """Metrics of the weights, under TRL's names where it has them, from the `Corrected` of all ranks."""
     number, total, squares, cut, kl, tokens = sums.tolist()
     largest, smallest = extremes.tolist()
-    number, name = max(number, 1.0), "sampling/importance_sampling_ratio"
+    number = max(number, 1.0)
+    name = "sampling/importance_sampling_ratio"
     return {
         f"{name}/mean": total / number,
         f"{name}/min": -smallest,

@@ -57,7 +57,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     if not clip > 0:
         raise ValueError(f"clip={clip}: expected a number above 0.")
     clipped_values = values.clamp(old_values - clip, old_values + clip)
-    plain, clipped = (values - returns).square(), (clipped_values - returns).square()
+    plain = (values - returns).square()
+    clipped = (clipped_values - returns).square()
     return torch.maximum(plain, clipped) / 2, clipped > plain
 
 

@@ -118,7 +118,8 @@ def packed_loss(
     logprob = reference.widen(logprob)
     advantages = advantages.to(logprob)
     old_logprob = logprob.detach() if old_logprob is None else reference.widen(old_logprob)
-    log_ratio, token_advantages = logprob - old_logprob, advantages[sequence]
+    log_ratio = logprob - old_logprob
+    token_advantages = advantages[sequence]
     ratios = log_ratio
     if level == "sequence":
         ratios = sequence_log_ratio(log_ratio, sequence, len(advantages))

@@ -26,7 +26,8 @@ from nlgrpo.model.lora import LoraConfig, LoraLinear, Model, Retrained
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 NOTHING: tuple[Any, ...] = (None, False, {}, [], "")  # values of a key that is not used
 PREFIX = "base_model.model."  # of PEFT's tensor names
 SCORE = "score"  # transformers' name of the head of a classifier
@@ -177,7 +178,8 @@ def save(
     ``base``: the directory or the name of the model without them. A reward model's head is saved with its adapter.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ours, scored = {id(p): name for name, p in model.named_parameters()}, lora.has_scalar_head(model)
+    ours = {id(p): name for name, p in model.named_parameters()}
+    scored = lora.has_scalar_head(model)
     places = {ours[id(p)]: (theirs, interleaved) for theirs, p, interleaved in _places(model)}
     state = {}
     for name, value in parameters:

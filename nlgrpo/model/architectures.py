@@ -90,14 +90,16 @@ class Shape:
     @property
     def matrices(self) -> int:
         """Number of parameters in the weight matrices of the blocks."""
-        heads, up = self.heads + 2 * self.kv_heads, self.ffn * (2 if self.gated else 1)
+        heads = self.heads + 2 * self.kv_heads
+        up = self.ffn * (2 if self.gated else 1)
         return self.layers * self.width * ((heads + self.heads) * self.head_dim + up + self.ffn)
 
     @property
     def parameters(self) -> int:
         """Number of parameters of a decoder of this shape."""
         norms = 2 if self.norm == "layer" else 1
-        heads, up = self.heads + 2 * self.kv_heads, self.ffn * (2 if self.gated else 1)
+        heads = self.heads + 2 * self.kv_heads
+        up = self.ffn * (2 if self.gated else 1)
         biases = heads * self.head_dim * self.qkv_bias + self.width * self.out_bias + (up + self.width) * self.mlp_bias
         block = biases + 2 * norms * self.width + 2 * self.head_dim * self.qk_norm
         embeddings = self.vocab * self.width * (1 if self.tied else 2)
@@ -285,7 +287,8 @@ def _gpt_neox(config: Any) -> Shape:
 
 
 def _gpt2(config: Any) -> Shape:
-    layers, head_dim = config.n_layer, config.n_embd // config.n_head
+    layers = config.n_layer
+    head_dim = config.n_embd // config.n_head
     scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
     by_depth = config.scale_attn_by_inverse_layer_idx
     return Shape(
@@ -382,9 +385,11 @@ def _llama_names(shape: Shape) -> dict[str, str | Source]:
     names: dict[str, str | Source] = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if not shape.tied:
         names["head.weight"] = "lm_head.weight"
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    q = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
     for i in range(shape.layers):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        ours = f"blocks.{i}."
+        theirs = f"model.layers.{i}."
         names[ours + "norm1.weight"] = theirs + "input_layernorm.weight"
         names[ours + "norm2.weight"] = theirs + "post_attention_layernorm.weight"
         for part in ("weight", "bias"):
@@ -410,7 +415,8 @@ def _neox_names(shape: Shape) -> dict[str, str | Source]:
     for part in ("weight", "bias"):
         names[f"norm.{part}"] = f"gpt_neox.final_layer_norm.{part}"
         for i in range(shape.layers):
-            ours, theirs = f"blocks.{i}.", f"gpt_neox.layers.{i}."
+            ours = f"blocks.{i}."
+            theirs = f"gpt_neox.layers.{i}."
             names[ours + f"norm1.{part}"] = theirs + f"input_layernorm.{part}"
             names[ours + f"norm2.{part}"] = theirs + f"post_attention_layernorm.{part}"
             if part == "weight" or shape.qkv_bias:
@@ -435,7 +441,8 @@ def _gpt2_names(shape: Shape) -> dict[str, str | Source]:
     for part in ("weight", "bias"):
         names[f"norm.{part}"] = f"transformer.ln_f.{part}"
         for i in range(shape.layers):
-            ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+            ours = f"blocks.{i}."
+            theirs = f"transformer.h.{i}."
             names[ours + f"norm1.{part}"] = theirs + f"ln_1.{part}"
             names[ours + f"norm2.{part}"] = theirs + f"ln_2.{part}"
             layout = "transposed" if part == "weight" else "rows"

@@ -81,10 +81,12 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
-        self.shape, self.layer = shape, layer
+        self.shape = shape
+        self.layer = layer
         self.backend: str | None = None  # of torch.compile
         self.recompute = shape.width >= RECOMPUTED_WIDTH  # see `project`
-        d, heads = shape.head_dim, shape.heads + 2 * shape.kv_heads
+        d = shape.head_dim
+        heads = shape.heads + 2 * shape.kv_heads
         self.norm1 = make_norm(shape)
         self.qkv = Linear(shape.width, heads * d, bias=shape.qkv_bias)
         if shape.qk_norm:
@@ -97,10 +99,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         shape = self.shape
-        heads, add = Block.heads, Block.add
+        heads = Block.heads
+        add = Block.add
         if self.backend is not None and not torch.is_inference_mode_enabled():  # which is generation
-            heads, add = _compiled(Block.heads, self.backend), _compiled(Block.add, self.backend)
-        scale, window = shape.scales[self.layer], shape.windows[self.layer]
+            heads = _compiled(Block.heads, self.backend)
+            add = _compiled(Block.add, self.backend)
+        scale = shape.scales[self.layer]
+        window = shape.windows[self.layer]
         mixed = attend(heads(self, x), rope, heads=shape.heads, layer=self.layer, scale=scale, window=window)
         return add(self, x, mixed)
 
@@ -178,7 +183,8 @@ class Decoder(nn.Module):
         config: PretrainedConfig | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.config = shape, config
+        self.shape = shape
+        self.config = config
         self.embed = _embedding(shape.vocab, shape.width)
         self.positions = _embedding(shape.context, shape.width) if shape.rotary_dim == 0 else None
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
@@ -263,7 +269,8 @@ class Decoder(nn.Module):
             return None
         assert self.inv_freq is not None
         angle = positions[:, None].float() * self.inv_freq.float()
-        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        cos = angle.cos() * self.rope_scale
+        sin = angle.sin() * self.rope_scale
         dtype = self.embed.weight.dtype
         return cos.to(dtype), sin.to(dtype)
 
@@ -274,7 +281,8 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Last hidden states (T, D) after the final norm, the input of the head."""
-        x, rope = self.enter(tokens, positions), self.rope(positions)
+        x = self.enter(tokens, positions)
+        rope = self.rope(positions)
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, attend, use_reentrant=False)

@@ -45,7 +45,8 @@ def shard(model: Decoder, ranks: Ranks, compute: torch.dtype, parallel: Parallel
     Reductions run in float32 (float64 for float64 parameters). A single rank that computes in the dtype of its
     parameters is left unsharded, unless they are offloaded.
     """
-    stored, parallel = model.embed.weight.dtype, parallel or ParallelConfig()
+    stored = model.embed.weight.dtype
+    parallel = parallel or ParallelConfig()
     if ranks.world == 1 and compute == stored and not parallel.offload:
         return model
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # takes a second
@@ -107,7 +108,8 @@ class _BlockPasses:
 
     def __init__(self, model: nn.Module) -> None:
         assert isinstance(model, Decoder)
-        self.model, self.running = model, iter(list[Block]())
+        self.model = model
+        self.running = iter(list[Block]())
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         model.each_gathered = self.begin
 

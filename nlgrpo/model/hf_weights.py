@@ -132,7 +132,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
         if index.is_file():
             try:
                 shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
@@ -287,7 +288,8 @@ def check_unexpected(folder: Path, model: nn.Module, names: Iterable[str]) -> No
     would compute something else. Others, such as a tower for images, are logged, except for `BUFFERS`.
     """
     modules = {name for name, _ in model.named_modules()}
-    inside, outside = list[str](), list[str]()
+    inside = list[str]()
+    outside = list[str]()
     for name in sorted(name for name in names if not BUFFERS.search(name)):
         layers = re.match(r"(.+?)\.\d+\.", name)
         owned = name.rpartition(".")[0] in modules or (layers is not None and layers[1] in modules)
@@ -372,8 +374,10 @@ def _read_rows(parts: list[Any], layout: str, shape: Shape, rows: slice, out: Te
         return
     begin = end = 0  # in our rows
     for part, first, count in _stretches(parts, layout, shape):
-        begin, end = end, end + count
-        low, high = max(begin, rows.start), min(end, rows.stop)
+        begin = end
+        end = end + count
+        low = max(begin, rows.start)
+        high = min(end, rows.stop)
         if low < high:
             stored = slice(first + low - begin, first + high - begin)
             out[low - rows.start : high - rows.start].copy_(part[stored])

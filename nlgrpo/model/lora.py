@@ -88,9 +88,12 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, parts: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: torch.dtype):
         super().__init__()
-        self.weight, self.bias = base.weight, base.bias
-        self.parts, self.scaling = dict(parts), config.scaling
-        self.enabled, self.dropout = True, nn.Dropout(config.dropout).eval()
+        self.weight = base.weight
+        self.bias = base.bias
+        self.parts = dict(parts)
+        self.scaling = config.scaling
+        self.enabled = True
+        self.dropout = nn.Dropout(config.dropout).eval()
         self.merged: Tensor | None = None  # set by `merged_for_sampling`
         empty = functools.partial(torch.empty, dtype=dtype, device=base.weight.device)
         self.lora_A = nn.ParameterDict({name: empty(config.rank, base.in_features) for name in parts})
@@ -117,7 +120,8 @@ class Retrained(nn.Module):
 
     def __init__(self, base: nn.Embedding | nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight, self.enabled = base.weight, True
+        self.weight = base.weight
+        self.enabled = True
         self.trained = nn.Parameter(torch.empty_like(base.weight, dtype=dtype))
         self.merged: Tensor | None = None  # set by `merged_for_sampling`
 
@@ -180,7 +184,8 @@ def saved_names(shape: Shape) -> dict[str, str]:
 
 def check_layers(config: LoraConfig, shape: Shape) -> None:
     """Raise UserError for target modules and modules to save that a model of this shape does not have."""
-    layers, saved = layer_names(shape), saved_names(shape)
+    layers = layer_names(shape)
+    saved = saved_names(shape)
     for name in config.target_modules:
         if name not in (ALL, *layers):
             raise UserError(
@@ -205,7 +210,8 @@ def targets(config: LoraConfig, shape: Shape) -> list[str]:
 
 def count(config: LoraConfig, shape: Shape) -> int:
     """Number of trained parameters of a model of this shape with adapters."""
-    wanted, places = targets(config, shape), saved_names(shape)
+    wanted = targets(config, shape)
+    places = saved_names(shape)
     inputs = {"qkv": shape.width, "out": shape.heads * shape.head_dim, "up": shape.width, "down": shape.ffn}
     outputs = {
         "qkv": (shape.heads + 2 * shape.kv_heads) * shape.head_dim,
@@ -242,7 +248,8 @@ def attach(model: Model, config: LoraConfig, compute: torch.dtype) -> None:
         if id(parameter) not in kept:
             parameter.data = parameter.data.to(compute)
             parameter.requires_grad_(False)
-    wanted, saved = targets(config, model.shape), saved_names(model.shape)
+    wanted = targets(config, model.shape)
+    saved = saved_names(model.shape)
     for i in range(model.shape.layers):
         block = model.get_submodule(f"blocks.{i}")
         for projection in PROJECTIONS:
@@ -384,7 +391,8 @@ def _merge(module: Adapted, values: Mapping[str, Tensor]) -> Iterator[tuple[str,
     weight = values["weight"]
     wide = torch.promote_types(weight.dtype, torch.float32)
     for name, (first, rows) in module.parts.items():
-        a, b = values[f"lora_A.{name}"].to(wide), values[f"lora_B.{name}"].to(wide)
+        a = values[f"lora_A.{name}"].to(wide)
+        b = values[f"lora_B.{name}"].to(wide)
         weight[first : first + rows] = weight[first : first + rows].to(wide) + module.scaling * b @ a
     yield "weight", weight
     if "bias" in values:

@@ -61,8 +61,10 @@ def block_matrices(model: Decoder) -> list[dict[str, Any]]:
 
     "parts": the rows of each of the matrices that are fused into one parameter, from the top; empty for a single one.
     """
-    shape, blocks = model.shape, [cast(Block, block) for block in model.blocks]
-    d, gated = shape.head_dim, shape.gated
+    shape = model.shape
+    blocks = [cast(Block, block) for block in model.blocks]
+    d = shape.head_dim
+    gated = shape.gated
     return [
         {
             "params": [block.qkv.weight for block in blocks],

@@ -97,7 +97,8 @@ def pack_sets(
     by_prompts: dict[tuple[int, ...], list[int]] = {}
     for i, rows in enumerate(sets):
         by_prompts.setdefault(tuple(sorted({prompts[r] for r in rows})), []).append(i)
-    units, unit_sizes = list[list[int]](), list[int]()
+    units = list[list[int]]()
+    unit_sizes = list[int]()
     for members in by_prompts.values():
         shared = sum(len(prompt_ids[r]) for r in {prompts[r]: r for r in sets[members[0]]}.values())
         sizes = {i: sum(len(suffixes[r].tokens) for r in sets[i]) for i in members}
@@ -120,7 +121,8 @@ class _Suffix(NamedTuple):
         sampled = _array(completion)
         if not inserted:
             return cls(sampled, sampled[:-1], np.arange(-1, len(sampled) - 1))
-        tokens, before = list[int](), list[int]()
+        tokens = list[int]()
+        before = list[int]()
         for k, token in enumerate(completion):
             tokens += inserted.get(k, ())
             before.append(len(tokens) - 1)
@@ -285,9 +287,11 @@ def pack_pairs(
     sizes = {i: len(chosen[row]) + len(rejected[row]) - common[i] for i, row in enumerate(rows)}
     batches = []
     for part in bins(sizes, max_tokens):
-        packed, select = _Tokens(), list[int]()
+        packed = _Tokens()
+        select = list[int]()
         for i in part:
-            pair, shared = (chosen[rows[i]], rejected[rows[i]]), common[i]
+            pair = (chosen[rows[i]], rejected[rows[i]])
+            shared = common[i]
             start, starts = packed.add(_array(pair[0][:shared]), [_array(ids[shared:]) for ids in pair])
             for ids, suffix in zip(pair, starts, strict=True):
                 scored = scored_at(ids, pad)

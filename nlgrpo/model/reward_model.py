@@ -221,7 +221,8 @@ def save_scorer_tokenizer(
     tokenizer = copy.deepcopy(tokenizer)
     if pad is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    tokenizer.padding_side, tokenizer.truncation_side = "right", "left"
+    tokenizer.padding_side = "right"
+    tokenizer.truncation_side = "left"
     tokenizer.init_kwargs |= {"padding_side": "right", "truncation_side": "left"}  # only these are saved
     tokenizer.model_max_length = max_length
     tokenizer("")  # resets the truncation of the last call, which tokenizer.json would store

@@ -119,7 +119,8 @@ def _header(part: Layout) -> tuple[bytes, dict[str, int]]:
 
     Dtypes with larger elements come first, so every element is aligned; then names decide.
     """
-    places, end = {}, 0
+    places = {}
+    end = 0
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, entry in sorted(part.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
         places[name], end = end, end + _bytes(entry)

@@ -31,13 +31,15 @@ def rows(parameter: Tensor) -> slice:
     """Return which rows of the full parameter this rank holds; all rows if it is not sharded."""
     if not is_sharded(parameter):
         return slice(0, len(parameter))
-    mesh, dim = parameter.device_mesh, _sharded_dim(parameter)
+    mesh = parameter.device_mesh
+    dim = _sharded_dim(parameter)
     return slice(0, len(parameter)) if dim is None else _chunk(len(parameter), mesh.size(dim), mesh.get_local_rank(dim))
 
 
 def holders(parameter: DTensor) -> list[tuple[int, slice]]:
     """List the ranks that together hold the parameter once, from the first of the mesh on, each with its rows."""
-    ranks, dim = parameter.device_mesh.mesh, _sharded_dim(parameter)
+    ranks = parameter.device_mesh.mesh
+    dim = _sharded_dim(parameter)
     for other in reversed(range(ranks.dim())):
         if other != dim:
             ranks = ranks.select(other, 0)

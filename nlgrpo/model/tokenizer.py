@@ -36,7 +36,8 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
 
 def _unreadable(source: Path, error: Exception) -> str:
     """Return the message for a tokenizer that cannot be loaded, with the usual reasons."""
-    file, pieces = source / "tokenizer.json", source / "tokenizer.model"
+    file = source / "tokenizer.json"
+    pieces = source / "tokenizer.model"
     fault = "has no tokenizer that transformers can read"
     if not file.is_file() and pieces.is_file() and find_spec("sentencepiece") is None:
         fault = (

@@ -186,7 +186,8 @@ class DPPDiversity(Diversity):
 
     def _of_atoms(self, kernel: Tensor, probs: Tensor) -> Tensor:
         """Return n times the sum of probability times log det over all y_2 .. y_n."""
-        M, others = kernel.shape[1], self.n - 1
+        M = kernel.shape[1]
+        others = self.n - 1
         if M * math.comb(M + others - 1, others) > MOST_MULTISETS:
             raise ValueError(f"{self} over {M} atoms with probs: too many to enumerate; use samples without probs.")
         multisets = torch.tensor(list(itertools.combinations_with_replacement(range(M), others)), device=kernel.device)

@@ -99,7 +99,8 @@ class MajorityVote(Objective):
         return values.to(rewards)
 
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
-        replaced, M = self._replaced(rewards, probs), rewards.shape[1]
+        replaced = self._replaced(rewards, probs)
+        M = rewards.shape[1]
         with torch.inference_mode(False), torch.enable_grad():
             weights = self._weights(rewards, probs).clone().requires_grad_()
             value = self._expected(rewards.clone(), weights, replaced)

@@ -368,7 +368,8 @@ class Distortion(RankBased):
 
     def _f(self, z: Tensor) -> Tensor:
         if not callable(self.f):
-            table, rounding = torch.tensor(self.f, dtype=z.dtype, device=z.device), 4 * torch.finfo(z.dtype).eps
+            table = torch.tensor(self.f, dtype=z.dtype, device=z.device)
+            rounding = 4 * torch.finfo(z.dtype).eps
             step = ((z - rounding) * len(table)).ceil().long()  # z = k/K belongs to step k despite rounding
             return table[(step - 1).clamp(0, len(table) - 1)]
         with torch.no_grad():
@@ -392,7 +393,8 @@ class Distortion(RankBased):
             low = low.long()
             return (steps[low] + share * (steps[low + 1] - steps[low])).diff(dim=-1)
         nodes, weights = np.polynomial.legendre.leggauss(32)
-        begin, width = cdf[..., :-1, None], cdf.diff(dim=-1)
+        begin = cdf[..., :-1, None]
+        width = cdf.diff(dim=-1)
         at = begin + width[..., None] * (torch.from_numpy(nodes).to(cdf) + 1) / 2
         return width * (self._f(at) * torch.from_numpy(weights).to(cdf)).sum(-1) / 2
 

@@ -115,7 +115,8 @@ def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
     """
     if not isinstance(objective, Diversity):
         return rewards[..., 0] if objective.voted and rewards.ndim == 3 else rewards
-    absent, out = _absent(objective, rewards), torch.full_like(rewards[..., 0], torch.nan)
+    absent = _absent(objective, rewards)
+    out = torch.full_like(rewards[..., 0], torch.nan)
     for rows, columns in _by_presence(absent, objective.order):
         out[rows, columns] = objective.contributions(_picked(objective, rewards, rows, columns))
     return out

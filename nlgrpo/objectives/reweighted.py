@@ -90,7 +90,8 @@ def best_of_subsets(rewards: Tensor, weights: Tensor, size: int) -> tuple[Tensor
     products = (degree == 0).to(weights).expand(len(weights), -1)  # E_0 .. E_n of no samples
     value = torch.zeros_like(weights[:, 0])
     for k in range(1, weights.shape[1] + 1):
-        share, newest = degree / k, weights[:, k - 1 : k]
+        share = degree / k
+        newest = weights[:, k - 1 : k]
         extended = newest * torch.nn.functional.pad(products[:, :-1], (1, 0))
         value = (1 - share[-1]) * value + share[-1] * extended[:, -1] * ordered[:, k - 1]
         products = (1 - share) * products + share * extended

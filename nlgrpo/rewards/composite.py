@@ -131,7 +131,8 @@ class Gated(_Composite):
         for name, value in (("at_least", at_least), ("otherwise", otherwise)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise UserError(f"{name} must be a finite number, got {value!r}")
-        self.at_least, self.otherwise = at_least, otherwise
+        self.at_least = at_least
+        self.otherwise = otherwise
         super().__init__([reward, by])
 
     def combined(self, columns: Sequence[Values]) -> Values:

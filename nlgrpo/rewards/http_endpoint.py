@@ -27,7 +27,8 @@ class Endpoint:
         if not timeout > 0:
             raise UserError(f"timeout must be above 0 s, got {timeout!r}")
         self.options: dict[str, Any] = {"base_url": base_url or None, "max_retries": retries, "timeout": timeout}
-        self.key, self.concurrency = key, concurrency
+        self.key = key
+        self.concurrency = concurrency
         host = urlsplit(base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com").hostname or ""
         self.is_openai = host.endswith(("openai.com", "openai.azure.com"))
         self._client: tuple[asyncio.AbstractEventLoop, Any] | None = None

@@ -104,7 +104,10 @@ class Judge:
             raise UserError(f"low must be below high, got {low} and {high}")
         if len(prices) != 2:
             raise UserError(f"prices must be two numbers, per million prompt and completion tokens, got {prices!r}")
-        self.model, self.low, self.high, self.label = model, low, high, label
+        self.model = model
+        self.low = low
+        self.high = high
+        self.label = label
         self.rubric = _text(rubric)
         fields = re.findall(r"\{(\w+)\}", self.rubric)
         if "completion" not in fields:
@@ -236,8 +239,10 @@ class Judge:
         """Raises UserError for an answer without a choice, and for one whose reasoning took all tokens."""
         if not answer.choices:
             raise UserError(f"the judge {self.parameters['model']!r} answered without a choice: {str(answer)[:200]}")
-        choice, usage = answer.choices[0], answer.usage
-        text, truncated = choice.message.content or "", choice.finish_reason == "length"
+        choice = answer.choices[0]
+        usage = answer.usage
+        text = choice.message.content or ""
+        truncated = choice.finish_reason == "length"
         if truncated and not text.strip():
             raise UserError(
                 f"the judge {self.parameters['model']!r} used all max_tokens = {self.parameters['max_tokens']} tokens "
@@ -258,7 +263,8 @@ class _Cache:
     """Replies in an SQLite file, by request and endpoint."""
 
     def __init__(self, path: Path, endpoint: str) -> None:
-        self.path, self.endpoint = path, endpoint
+        self.path = path
+        self.endpoint = endpoint
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
@@ -276,7 +282,8 @@ class _Cache:
 
     def read(self, keys: Mapping[str, str]) -> dict[str, Reply]:
         """Return the replies that are stored; ``keys`` by request."""
-        query, found = "SELECT text, prompt_tokens, completion_tokens FROM replies WHERE key = ?", {}
+        query = "SELECT text, prompt_tokens, completion_tokens FROM replies WHERE key = ?"
+        found = {}
         with self._open() as connection:
             for request, key in keys.items():
                 if row := connection.execute(query, (self._key(key),)).fetchone():

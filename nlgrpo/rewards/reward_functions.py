@@ -393,7 +393,8 @@ def _call_of(reward: Reward, batch: _Batch, log: Log) -> Call:
     if needs_main_thread(reward.function) and not is_main_thread():
         reward.history.add_thread()
     arguments = {name: _copy(given[name]) for name in names}
-    count, samples = len(batch.prompts), batch.samples
+    count = len(batch.prompts)
+    samples = batch.samples
     function = functools.partial(reward.function, **arguments)
     if has_own_process(reward.function):
         function = functools.partial(reward.function, count, **arguments)
@@ -422,9 +423,11 @@ def _fault_of(reward: Reward, error: BaseException, where: str = "") -> RewardFa
         at = f" It was interrupted at {error.place}." if error.place else ""
         advice = "Increase its timeout if it may take longer; if it calls a server, check that the server responds."
         return RewardFault(f"did not return within its timeout of {reward.timeout:g} s{where}", advice + at)
-    kind, said = type(error).__name__, str(error)
+    kind = type(error).__name__
+    said = str(error)
     if isinstance(error, ErrorInProcess):
-        kind, said = error.kind, error.said
+        kind = error.kind
+        said = error.said
     what = "failed" if kind == UserError.__name__ else f"raised {kind}"
     return RewardFault(f"{what}{where}: {said}", "Its traceback is above.", cause=error)
 
@@ -446,7 +449,8 @@ def _failed_groups(reward: Reward, faults: list[RewardFault], batch: _Batch) -> 
 
 
 def _message(reward: Reward, fault: RewardFault, batch: _Batch) -> str:
-    first, last = batch.first_prompt, batch.first_prompt + batch.groups - 1
+    first = batch.first_prompt
+    last = batch.first_prompt + batch.groups - 1
     if fault.index is None:
         where = f"prompts {first} to {last}" if last > first else f"prompt {first}"
         return f"reward {reward.name!r} {fault.what} (step {batch.step}, {where}).\n  {fault.advice}"

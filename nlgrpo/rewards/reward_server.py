@@ -62,8 +62,12 @@ class RewardServer:
         base, route = (url.rstrip("/"), "/classify") if protocol == "vllm" else _split(url)
         self.endpoint = Endpoint("reward_server", base, key, concurrency=concurrency, retries=retries, timeout=timeout)
         self.route = route
-        self.protocol, self.model, self.label, self.probability = protocol, model, label, probability
-        self.include_prompt, self.batch_size = include_prompt, batch_size
+        self.protocol = protocol
+        self.model = model
+        self.label = label
+        self.probability = probability
+        self.include_prompt = include_prompt
+        self.batch_size = batch_size
         self.encoder = None
         if tokenizer:
             from transformers import AutoTokenizer

@@ -35,7 +35,8 @@ class Ngrams:
             raise UserError(f"n must be an integer >= 1, got {n!r}")
         if of not in ("tokens", "words"):
             raise UserError(f"of must be 'tokens' or 'words', got {of!r}")
-        self.n, self.of = n, of
+        self.n = n
+        self.of = of
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], samples: int, **_: Any

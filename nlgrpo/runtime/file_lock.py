@@ -62,7 +62,8 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.owner_file = path, path.with_name(path.name + ".owner")
+        self.path = path
+        self.owner_file = path.with_name(path.name + ".owner")
         self.file: IO[bytes] = path.open("ab")
         self.me = Owner.this()
         try:
@@ -154,7 +155,8 @@ class FileLock:
     def _displace(self, locked: bool) -> None:
         """Remove the owner's file of a process that has ended. Raises Busy if it runs."""
         before = self._beats()
-        owner, me = self._found(), self.me
+        owner = self._found()
+        me = self.me
         if owner is not None and me.boot and owner.boot == me.boot and locked:
             alive = False  # on one machine, the lock of the system is exact
         elif owner is not None and me.namespace and owner.namespace == me.namespace:
@@ -209,7 +211,8 @@ class _Beats:
     def forget(self) -> None:
         """Have no locks; in a forked process they are the parent's, as is the thread."""
         self.locks: list[FileLock] = []
-        self.guard, self.added = threading.Lock(), threading.Event()
+        self.guard = threading.Lock()
+        self.added = threading.Event()
         self.thread: threading.Thread | None = None
 
     def add(self, lock: FileLock) -> None:

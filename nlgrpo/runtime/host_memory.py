@@ -14,7 +14,8 @@ def of_machine(root: Path = Path("/")) -> tuple[int, int] | None:
     try:
         lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
         fields = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1}
-        total, free = fields["MemTotal:"], fields["MemAvailable:"]
+        total = fields["MemTotal:"]
+        free = fields["MemAvailable:"]
     except (OSError, KeyError, ValueError):
         return None
     try:

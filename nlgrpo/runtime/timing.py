@@ -15,7 +15,8 @@ class Clock:
     """Wall times of the phases of one step, in seconds; on a GPU each phase ends when the queued work is done."""
 
     def __init__(self, device: torch.device, step: int) -> None:
-        self.device, self.step = device, step
+        self.device = device
+        self.step = step
         self.began = self.last = time.perf_counter()
         self.current = ""
         self.times: dict[str, float] = {}

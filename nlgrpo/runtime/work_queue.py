@@ -68,7 +68,9 @@ class _Lines:
     """Prints ``completions: 12/50, 1:20 left``, at most every `LINE_EVERY` seconds."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
-        self.console, self.what, self.total = console, what, total
+        self.console = console
+        self.what = what
+        self.total = total
         self.began = self.last = time.monotonic()
 
     def __call__(self, done: int) -> None:

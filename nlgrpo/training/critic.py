@@ -79,7 +79,8 @@ class Critic:
         completions of all ranks.
         """
         rewards = torch.zeros_like(values) if penalty is None else penalty.to(values)
-        row, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
+        row = torch.arange(len(lengths), device=lengths.device)
+        last = lengths - 1
         rewards = rewards.index_put((row, last.clamp(min=0)), torch.where(last < 0, 0, gain.to(values)), True)
         advantages, returns = gae(rewards, values, lengths, gamma=self.config.gamma, lam=self.config.lam)
         if self.config.whiten:
@@ -91,7 +92,8 @@ class Critic:
         """Return critic.coef times the value loss of the tokens, weighted by ``weights`` (S,), and sums to log."""
         assert targets.values is not None
         assert targets.returns is not None
-        old, returns = batch.pick(targets.values).to(values), batch.pick(targets.returns).to(values)
+        old = batch.pick(targets.values).to(values)
+        returns = batch.pick(targets.returns).to(values)
         losses, clipped = clipped_value_loss(values, old, returns, self.config.clip)
         residual = (returns - values).detach()
         sums = {
@@ -165,7 +167,8 @@ def make_critic(
     if cfg.critic.trunk == "shared":
         head = nn.Linear(policy.shape.width, 1, bias=False, device=ranks.device, dtype=stored)
         return Critic(cfg.critic, _zero(head), ranks)
-    path, seed = cfg.critic.path or cfg.model.path, cfg.train.seed
+    path = cfg.critic.path or cfg.model.path
+    seed = cfg.train.seed
     if adapter is not None:
         adapter = replace(adapter, modules_to_save=(), path="")
     sharded = partial(prepare, adapter=adapter, ranks=ranks, compute=compute, parallel=cfg.parallel)

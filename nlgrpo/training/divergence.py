@@ -46,7 +46,8 @@ class Band:
         center = statistics.median(points)
         spread = 1.4826 * statistics.median([abs(point - center) for point in points])
         half = max(factor * spread, self.least)
-        low, high = center - half if self.low else -math.inf, center + half if self.high else math.inf
+        low = center - half if self.low else -math.inf
+        high = center + half if self.high else math.inf
         return (math.exp(low), math.exp(min(high, 700.0))) if self.log else (low, high)
 
 
@@ -84,9 +85,11 @@ class Detector:
         return Diverged("; ".join(map(str, faults)), min(fault.onset for fault in faults))
 
     def _metric(self, name: str, step: int, value: float | None) -> Diverged | None:
-        band, value = BANDS[name], math.nan if value is None else value
+        band = BANDS[name]
+        value = math.nan if value is None else value
         values = self.values.setdefault(name, deque(maxlen=self.config.window))
-        low, high = -math.inf, math.inf
+        low = -math.inf
+        high = math.inf
         if len(values) >= MINIMUM_WINDOW:
             low, high = band.of(list(values), self.config.factor)
         if name == "kl" and self.config.max_kl is not None:

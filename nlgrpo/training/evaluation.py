@@ -19,7 +19,8 @@ def evaluate(setup: Setup, engine: Engine) -> EvaluationSamples:
 
     The seed is one that training never uses.
     """
-    cfg, objective = setup.config, setup.objective
+    cfg = setup.config
+    objective = setup.objective
     sampler = replace(setup.sampler, samples=cfg.evaluation.samples, seed=cfg.train.seed ^ (1 << 62))
     sampled = evaluation_samples.evaluate(
         sampler, engine, _prompts(setup), setup.ranks, objective.objectives, objective.weights

@@ -248,7 +248,8 @@ def format_change(change: Change, gap: str = " ") -> str:
     """``+0.0123``, or "-" without a prompt that has both values; their number follows if it is not that of all."""
     if math.isnan(change.value):
         return "-"
-    some, every = change.prompts, change.after.coverage.of_prompts
+    some = change.prompts
+    every = change.after.coverage.of_prompts
     note = f"\n{some} of {every}\nprompts" if gap == "\n" else f"{gap}({some} of {every} prompts)"
     return f"{change.value:+.4f}" + note * (some < every)
 

@@ -101,7 +101,8 @@ class GlobalBatch:
 
         ``weights`` (P, M): importance weights of this rank's completions, if another policy sampled them.
         """
-        device, count = ranks.device, len(rollout.lengths)
+        device = ranks.device
+        count = len(rollout.lengths)
         prompts = sum(map(len, rollout.prompt_ids))
         completions = rollout.lengths.sum() + rollout.inserted_tokens
         counts = [completions + prompts * rollout.lengths.shape[1], completions + prompts]
@@ -259,7 +260,8 @@ class GlobalBatch:
         shown: int = 4,
     ) -> list[Sample]:
         """First completions of this rank's first prompt, with rewards, linearised rewards and advantages."""
-        first, rows = self.own.start, range(min(shown, self.lengths.shape[1]))
+        first = self.own.start
+        rows = range(min(shown, self.lengths.shape[1]))
         return [
             Sample(
                 prompt=plain_text(batch.prompts[0]),

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.engine import logprobs
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.losses import kl
 from nlgrpo.losses.policy import Targets, packed_loss, packed_loss_from_hidden, token_weights
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
@@ -58,18 +57,23 @@ def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]
 
 @dataclass
 class PackedRollout:
-    """Micro-batches of all rows of this rank's rollout, kept until the update of the step is done."""
+    """What is computed once of this rank's rollout, and kept until the update of the step is done."""
 
     rollout: Rollout | None = None
     batches: list[MicroBatch] = field(default_factory=list)
+    """Micro-batches of all rows."""
+    policy: Tensor | None = None
+    """Log-probs (R, L) under the policy."""
 
     def keep(self, rollout: Rollout, batches: list[MicroBatch]) -> None:
         self.rollout = rollout
         self.batches = batches
+        self.policy = None
 
     def clear(self) -> None:
         self.rollout = None
         self.batches = []
+        self.policy = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,13 @@ class Learner:
         rows = list(range(rollout.lengths.numel()))
         return logprobs.completion_logprobs(model, rollout, self.micro_batches(rollout, rows), self.temperature)
 
+    def policy_logprobs(self, rollout: Rollout) -> Tensor:
+        """Log-probs (R, L) of the completions under the policy before the update of the step, computed once."""
+        if self.packed.rollout is not rollout or self.packed.policy is None:
+            found = self.logprobs_of(self.model, rollout)
+            self.packed.policy = found
+        return self.packed.policy
+
     @contextmanager
     def as_reference(self) -> Iterator[Decoder | None]:
         """Context that yields the reference; a policy that is its own reference runs without its adapters in it."""
@@ -157,12 +168,14 @@ class Learner:
         settings = importance_sampling.parse_correction(self.loss.correction, self.loss.correction_level)
         if settings is None:
             return None
-        policy = self.logprobs_of(self.model, rollout)
+        policy = self.policy_logprobs(rollout)
         return self.ranks.agree(lambda: correction.correct(settings, policy, rollout.logprobs, rollout.lengths))
 
     def kl_reward(self, rollout: Rollout, ref_logprobs: Tensor, beta: float) -> Tensor:
         """First variation of -beta KL, (P, M), up to a constant: -beta log(pi(y) / pi_ref(y))."""
-        log_ratio = kl.estimate(self.logprobs_of(self.model, rollout), ref_logprobs, "k1").sum(-1)
+        from nlgrpo.losses import kl
+
+        log_ratio = kl.estimate(self.policy_logprobs(rollout), ref_logprobs, "k1").sum(-1)
         return -beta * log_ratio.view(rollout.lengths.shape)
 
     def update(
@@ -196,11 +209,12 @@ class Learner:
         ref = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
         old = None if corrected is None else corrected.policy
         if old is None and (off_policy or ref is not None):
-            old = self.logprobs_of(self.model, rollout)
+            old = self.policy_logprobs(rollout)
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
         (all_tokens,) = self.ranks.sums(int(lengths[kept].sum()))
-        totals, skipped = _Totals(self.ranks, self.critic), 0
+        totals = _Totals(self.ranks, self.critic)
+        skipped = 0
         for part, rows in enumerate(self._minibatches(kept, step)):
             row_lengths = lengths[rows]
             sequences, tokens = self.ranks.sums(len(rows), int(row_lengths.sum()))
@@ -244,7 +258,8 @@ class Learner:
 
     def _clip(self) -> list[float]:
         """Clip the gradients, and return the norms before: of the policy and, if there is one, of the critic."""
-        limit, finite = self.optim.max_grad_norm, self.optim.skip_grad_norm is None
+        limit = self.optim.max_grad_norm
+        finite = self.optim.skip_grad_norm is None
         norms = [clip_gradients(self.model, limit, finite=finite)]
         return norms if self.critic is None else [*norms, self.critic.clip_gradients(limit, finite=finite)]
 
@@ -320,7 +335,8 @@ class Learner:
         if self.critic is not None:
             values = self.critic.values(batch, scored)
             value_loss, sums = self.critic.loss(values, batch, targets, weights[batch.row])
-            loss, stats = loss + value_loss, stats | sums
+            loss = loss + value_loss
+            stats = stats | sums
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
 
@@ -369,7 +385,9 @@ class _Totals:
         largest = self.ranks.max(self.largest)
         *read, largest_ratio, largest_gap = torch.cat([sums, largest]).tolist()
         total = dict(zip(self.names, read, strict=True))
-        steps, tokens, ratios = max(len(self.grad_norms), 1), max(total["tokens"], 1.0), max(total["ratios"], 1.0)
+        steps = max(len(self.grad_norms), 1)
+        tokens = max(total["tokens"], 1.0)
+        ratios = max(total["ratios"], 1.0)
         metrics = {
             "loss": total["loss"] / steps,
             "entropy": total["entropy"] / tokens,

@@ -105,7 +105,8 @@ class OfflineSamples:
             rewards = self.rewards[torch.tensor([rows[p] for p in alike.tolist()])[:, None], drawn]
             if self.paired:
                 chosen = pairs(rewards, self.config.n, rejected=self.config.rejected, seed=self.seed)
-                prompt, places = chosen.prompt, torch.stack([chosen.chosen, chosen.rejected], 1)
+                prompt = chosen.prompt
+                places = torch.stack([chosen.chosen, chosen.rejected], 1)
             else:
                 prompt, best = winners(rewards, self.config.n, seed=self.seed)
                 places = best[:, None]
@@ -147,7 +148,8 @@ def load_samples(
     rollouts = reference_rollouts.load_checked(
         cfg.calibration.rollouts, origin, scorers(cfg.rewards, objectives, weighted), prompts
     )
-    K, M = rollouts.index.samples, cfg.rollout.samples
+    K = rollouts.index.samples
+    M = cfg.rollout.samples
     if M > K:
         raise UserError(
             f"rollout.samples = {M}: {rollouts.folder} has {K} samples per prompt; "
@@ -192,7 +194,8 @@ def _with_alpha(cfg: Config, rollouts: ReferenceRollouts) -> OfflineConfig:
     """
     if cfg.offline.alpha is not None or cfg.loss.algorithm != "bonbon":
         return cfg.offline
-    margin, likelihood = bonbon_margin(cfg.offline.n) ** 2, -float(rollouts.logprobs.mean())
+    margin = bonbon_margin(cfg.offline.n) ** 2
+    likelihood = -float(rollouts.logprobs.mean())
     return replace(cfg.offline, alpha=margin / (margin + likelihood))
 
 
@@ -210,7 +213,8 @@ def update(learner: Learner, chosen: OfflineBatch, config: OfflineConfig, lr: fl
         group["lr"] = lr
     sums = torch.zeros(len(NAMES), dtype=torch.float64, device=learner.ranks.device)
     shape = (len(chosen.completion_ids), chosen.width)
-    ids, device = (chosen.prompt_ids, chosen.completion_ids), learner.ranks.device
+    ids = (chosen.prompt_ids, chosen.completion_ids)
+    device = learner.ranks.device
     learner.optimizer.zero_grad()
     limit = learner.micro_batch_limit
     packed = pack_sets(*ids, chosen.sets, limit.tokens, device, group_tokens=limit.group)
@@ -237,7 +241,9 @@ def add_likelihood(learner: Learner, chosen: OfflineBatch) -> None:
 
     Its weight is loss.jeffreys, and its tokens are weighted as those of the policy's loss (loss.normalization).
     """
-    device, limit, ranks = learner.ranks.device, learner.micro_batch_limit, learner.ranks
+    device = learner.ranks.device
+    limit = learner.micro_batch_limit
+    ranks = learner.ranks
     lengths = torch.tensor([len(ids) for ids in chosen.completion_ids], dtype=torch.float64)
     (tokens,) = ranks.sums(float(lengths.sum()))
     if not tokens:

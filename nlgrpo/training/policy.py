@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 def load_learner(setup: Setup) -> Learner:
     """Load the policy, the frozen reference if there is one, and PPO's critic."""
-    cfg, ranks = setup.config, setup.ranks
+    cfg = setup.config
+    ranks = setup.ranks
     model = _load_policy(setup)
     check_finite(model, ranks, f" in {setup.source}, before any training")
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
@@ -83,7 +84,8 @@ def policy_engine(setup: Setup, model: Decoder, stopping: Callable[[], bool] = l
 
     ``stopping``: whether the user wants the run to stop, so that it does not wait for servers that are down.
     """
-    cfg, run = setup.config, setup.config.run
+    cfg = setup.config
+    run = setup.config.run
     if cfg.rollout.engine == "nlgrpo" or cfg.loss.offline:
         yield NativeEngine(model, cfg.parallel.gather_for_sampling == "block")
         return
@@ -125,7 +127,8 @@ def export(setup: Setup, model: Decoder, base_digest: str) -> Path:
     from nlgrpo.engine.as_trained import AsTrained
     from nlgrpo.model import adapters
 
-    run, ranks = setup.config.run, setup.ranks
+    run = setup.config.run
+    ranks = setup.ranks
     check_finite(model, ranks, TOO_LARGE)
     assumed = AsTrained.of(setup.config, setup.sampler.sampling)
 

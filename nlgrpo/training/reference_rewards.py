@@ -136,7 +136,8 @@ class ReferenceRewards:
         given = torch.where(absent, 0.0, rewards.double().cpu())
         of_reference = torch.stack([prompt.rewards[name] for prompt in references])
         there = ~of_reference.isnan()
-        values, ranks = torch.full_like(given, torch.nan), torch.full_like(given, torch.nan)
+        values = torch.full_like(given, torch.nan)
+        ranks = torch.full_like(given, torch.nan)
         for k in there.sum(1).unique().tolist():
             if k < FEWEST:
                 continue
@@ -240,7 +241,8 @@ def make_reference_rewards(
     prompts lack rollouts and calibration.missing is "error".
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
-    options, rollouts = cfg.calibration, None
+    options = cfg.calibration
+    rollouts = None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
     if options.rollouts:
         rollouts = reference_rollouts.load_checked(

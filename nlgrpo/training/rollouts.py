@@ -107,7 +107,8 @@ class Rollouts:
         Raises UserError on all ranks if it cannot be drawn, or is older than ``ahead`` steps: EngineError on those
         whose engine failed.
         """
-        ranks, step = self.setup.ranks, self.progress.step
+        ranks = self.setup.ranks
+        step = self.progress.step
         if not self.waiting:  # at the start, and for ahead = 0
             self.engine.take(self.learner.model, step)
             self.waiting.append(self._request(step))
@@ -121,7 +122,8 @@ class Rollouts:
         return drawn
 
     def _drawn(self, waiting: Future[Drawn]) -> Drawn:
-        drawn, step = waiting.result(), self.progress.step
+        drawn = waiting.result()
+        step = self.progress.step
         version = drawn.rollout.version
         if version is None or not 0 <= step - version <= self.ahead:
             raise EngineError(
@@ -162,7 +164,8 @@ class Rollouts:
 
     def _in_background(self, batch: Batch, step: int) -> Future[Drawn]:
         """Draw and score in threads. Rollouts are scored one after another, in the order of their steps."""
-        drawing, before = in_thread(lambda: self.sampler.draw(self.engine, batch)), self.scored
+        drawing = in_thread(lambda: self.sampler.draw(self.engine, batch))
+        before = self.scored
         early, late = self.sampler.by_thread()
 
         def score() -> Scores:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nlgrpo.config.schema import FREE, LoopConfig
 from nlgrpo.errors import UserError
-from nlgrpo.runtime import atomic_files, cpu_threads
+from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.tracking import run_files
 from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
@@ -32,6 +32,7 @@ _LOCKED: dict[Path, FileLock] = {}  # of the folders that this process has claim
 def written() -> tuple[str, ...]:
     """Files and folders that a run writes besides config.json."""
     from nlgrpo.engine.rollouts import run_inputs
+    from nlgrpo.runtime import cpu_threads
 
     return (
         CHECKPOINTS,
@@ -96,6 +97,8 @@ def claim(
             fault = _compare(folder, inputs, allowed, advice)
         if ranks.first and not fault:
             _write_config(folder, cfg)
+            from nlgrpo.runtime import cpu_threads
+
             cpu_threads.record(folder, ranks)
     except OSError as error:
         fault = f"{folder} cannot be used as the folder of a run: {error}"

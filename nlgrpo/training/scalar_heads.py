@@ -162,7 +162,8 @@ class ScalarHeadTrainer(Trainer):
         The loss is a mean over all examples of the step, and FSDP's mean over ranks is undone, so it depends neither
         on the number of ranks nor on the micro-batches.
         """
-        optim, totals = self.config.optim, self.totals()
+        optim = self.config.optim
+        totals = self.totals()
         lr = learning_rate(optim, self.progress.step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -299,7 +300,8 @@ def trainer_fields(
 ) -> dict[str, Any]:
     """Load and shard the model; returns the fields of a trainer without examples. Raises as `load_reward_model`."""
     refuse(cfg.parallel.faults(ranks.world))
-    compute, seed = compute_dtype(cfg.model.dtype, ranks.device), cfg.train.seed
+    compute = compute_dtype(cfg.model.dtype, ranks.device)
+    seed = cfg.train.seed
     adapter = adapters.resolve(cfg.lora, shape_of(decoder.read_config(reward_model.locate(cfg.model.path)[0])))
     model, loaded_head = reward_model.load_reward_model(
         cfg.model.path,

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from nlgrpo.config.schema import Config, OptimConfig
-from nlgrpo.losses.kl import AdaptiveBeta
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
@@ -34,4 +33,6 @@ def next_beta(cfg: Config, step: int, beta: float, kl: float) -> float:
     target = cfg.loss.target_kl
     if target is None or learning_rates(cfg, step)["lr"] == 0:
         return beta
+    from nlgrpo.losses.kl import AdaptiveBeta
+
     return AdaptiveBeta(beta, target).step(kl)

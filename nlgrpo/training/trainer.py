@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime import cpu_threads, host_memory
+from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.device import MicroBatchLimit, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.profiling import StepProfiler, steps_of
@@ -273,6 +273,8 @@ def launch(cfg: Any, build: Callable[[Any, Ranks], Trainer], *, limits: TimeLimi
 
     ``build``: makes the trainer of the configuration ``cfg``. ``limits``: how long a rank may be in one place.
     """
+    from nlgrpo.runtime import cpu_threads
+
     disable_progress_bar()  # transformers shows one for every model it loads
     with (
         deterministic_algorithms(cfg.train.deterministic),  # before CUDA starts

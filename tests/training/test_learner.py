@@ -11,6 +11,7 @@ import torch
 from helpers import as_exported, random_rollout, tiny_model
 
 from nlgrpo.config.schema import LossConfig, OptimConfig
+from nlgrpo.engine import logprobs
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.kernels import head
 from nlgrpo.model import decoder
@@ -298,6 +299,26 @@ def test_scores_and_the_kl_in_the_reward(folders, rollout):
     ratios = [float((a - b).sum()) for a, b in zip(truth["policy"], truth["reference"], strict=True)]
     expected = -0.7 * torch.tensor(ratios, dtype=torch.float64).view(P, M)
     torch.testing.assert_close(learner.kl_reward(rollout, ref, 0.7), expected, rtol=1e-10, atol=0)
+
+
+def test_the_policy_scores_a_rollout_once_before_its_update(folders, rollout, monkeypatch):
+    loss = LossConfig(beta=0.3, kl_in="reward", correction="tis:2", minibatches=2)
+    learner = make_learner(folders[0], loss, micro=20)
+    scored = []
+    completion_logprobs = logprobs.completion_logprobs
+
+    def counted(model, *given):
+        scored.append(model)
+        return completion_logprobs(model, *given)
+
+    monkeypatch.setattr(logprobs, "completion_logprobs", counted)
+    corrected = learner.corrected(rollout)
+    ref = learner.reference_logprobs(rollout)
+    learner.kl_reward(rollout, ref, 0.3)
+    learner.update(rollout, some_advantages(), step=0, lr=0.01, beta=0.3, ref_logprobs=ref, corrected=corrected)
+    assert scored.count(learner.model) == 1
+    assert not torch.equal(learner.policy_logprobs(rollout), corrected.policy)  # the weights have changed
+    assert scored.count(learner.model) == 2
 
 
 # --- groups that count nowhere ----------------------------------------------------------------------------------------

@@ -199,7 +199,9 @@ def _table(name: str, value: Any) -> dict[str, Any]:
 
 
 def _data(given: Mapping[str, Any], out: Converted) -> None:
-    name, config, split = given["dataset_name"], given["dataset_config"], given["dataset_train_split"]
+    name = given["dataset_name"]
+    config = given["dataset_config"]
+    split = given["dataset_train_split"]
     streaming = given["dataset_streaming"]
     if given["datasets"]:
         name, config, split = _mixture(given["datasets"], out)
@@ -255,7 +257,9 @@ def _evaluation(given: Mapping[str, Any], out: Converted) -> None:
         out.notes.append("evaluation.prompts: 0, because eval_strategy is 'no'; above 0 evaluates before and after")
         return
     if given[EVALUATION] is None:  # TRL's own script
-        name, config, split = given["dataset_name"], given["dataset_config"], given["dataset_test_split"]
+        name = given["dataset_name"]
+        config = given["dataset_config"]
+        split = given["dataset_test_split"]
     else:
         name, config, split = (given[EVALUATION].get(f"dataset_{key}") for key in ("name", "config", "train_split"))
     if name:
@@ -340,7 +344,8 @@ def _saving(given: Mapping[str, Any], out: Converted) -> None:
 
 
 def _checkpoints(given: Mapping[str, Any], out: Converted) -> None:
-    strategy, every = given["save_strategy"], given["save_steps"]
+    strategy = given["save_strategy"]
+    every = given["save_steps"]
     if strategy in ("no", False):
         out.set("train.checkpoint_every", 0)
         return

@@ -42,7 +42,8 @@ class Merge:
 def main(arguments: Sequence[str]) -> int:
     """Merge. Raises UserError for a folder that is not empty, a missing or unsupported adapter, and a wrong model."""
     options = tyro.cli(Merge, args=list(arguments), prog="nlgrpo merge")
-    folder, adapter = Path(os.path.expanduser(options.out)), adapters.read_adapter(options.adapter)
+    folder = Path(os.path.expanduser(options.out))
+    adapter = adapters.read_adapter(options.adapter)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out {folder} exists already and is not an empty folder")
     name = options.model or adapter.base

@@ -43,9 +43,11 @@ def _of_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
     import yaml
 
     try:
-        node, found = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        node = yaml.compose(text, yaml.SafeLoader)
+        found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
         raise UserError(f"{where}: not YAML: {' '.join(problem.split())}") from error
     except (ValueError, RecursionError) as error:  # a date such as 2026-13-40; too many brackets
@@ -55,7 +57,8 @@ def _of_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"{path} has no options; {NEEDED}")
     if not isinstance(found, dict):
         raise UserError(f"{path} has no options: it is a {type(found).__name__}; TRL reads lines such as 'beta: 0.1'")
-    options, notes = {str(key): value for key, value in found.items()}, list[str]()
+    options = {str(key): value for key, value in found.items()}
+    notes = list[str]()
     if "env" in options:
         names = options.pop("env")
         shown = ", ".join(map(str, names)) if isinstance(names, Mapping) else "its"
@@ -80,7 +83,9 @@ def _of_command(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
         tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserError(f"{path} is not a command line: {error}") from error
-    options, notes, key = dict[str, Any](), list[str](), ""
+    options = dict[str, Any]()
+    notes = list[str]()
+    key = ""
     for token in tokens:
         if token.startswith("--"):
             key, given, value = token[2:].partition("=")
@@ -102,7 +107,8 @@ def _of_command(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
     options = _positive(options)
     if "config" in options:
         of_file, more = _of_yaml_beside(path, options.pop("config"))
-        options, notes = {**of_file, **options}, [*more, *notes]
+        options = {**of_file, **options}
+        notes = [*more, *notes]
     return options, notes
 
 

@@ -41,7 +41,9 @@ def grpo(given: Mapping[str, Any], out: Converted) -> None:
 
 
 def _clip(given: Mapping[str, Any], out: Converted) -> None:
-    kind, high, delta = given["loss_type"], given["epsilon_high"], given["delta"]
+    kind = given["loss_type"]
+    high = given["epsilon_high"]
+    delta = given["delta"]
     high = given["epsilon"] if high is None else high
     out.set("loss.eps_low", given["epsilon"])
     if kind == "cispo":

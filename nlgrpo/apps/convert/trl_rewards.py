@@ -72,7 +72,8 @@ def _names(rewards: Sequence[Reward]) -> list[str]:
         module = reward.function.partition("(")[0].rpartition(":")[0].removesuffix(".py")
         if own.count(name) > 1 and module:
             name = re.sub(r"\W", "_", f"{module}_{name}").strip("_")
-        unique, number = name[-60:], 1
+        unique = name[-60:]
+        number = 1
         while unique in names:
             number += 1
             unique = f"{name[-60:]}_{number}"

@@ -48,7 +48,8 @@ class Script:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError) as error:
             raise UserError(f"{path} is not a Python script: {error}") from error
-        self.path, self.notes = path, list[str]()
+        self.path = path
+        self.notes = list[str]()
         self.imports: dict[str, str] = {}  # "short" -> "my_rewards.short"
         self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
         self.uncertain: set[str] = set()  # names whose value depends on what the script does
@@ -262,12 +263,16 @@ class Script:
 
     def _data_set(self, node: ast.expr, what: str) -> dict[str, Any]:
         """Options of a data set that ``load_dataset`` or ``load_from_disk`` opens; methods after it are noted."""
-        found, split, options = self.resolved(node, latest=True), "", dict[str, Any]()
+        found = self.resolved(node, latest=True)
+        split = ""
+        options = dict[str, Any]()
         while not (isinstance(found, ast.Call) and self.name(found.func) in ("load_dataset", "load_from_disk")):
             if isinstance(found, ast.Subscript) and isinstance(found.slice, ast.Constant):
-                split, inner = str(found.slice.value), found.value
+                split = str(found.slice.value)
+                inner = found.value
             elif isinstance(found, ast.Call) and isinstance(found.func, ast.Attribute):
-                inner, method = found.func.value, found.func.attr
+                inner = found.func.value
+                method = found.func.attr
                 names = [argument.value for argument in found.args if isinstance(argument, ast.Constant)]
                 if method == "rename_column" and names[1:] == ["prompt"]:
                     options["dataset_prompt_column"] = names[0]
@@ -283,7 +288,8 @@ class Script:
     def _loaded(self, call: ast.Call, what: str, split: str) -> dict[str, Any]:
         values = dict[str, Any]()
         self._literals(call, ("path", "name"), values)
-        path, config = values.pop("path", None), values.pop("name", None)
+        path = values.pop("path", None)
+        config = values.pop("name", None)
         if path in BUILDERS and isinstance(values.get("data_files"), str):
             path = values.pop("data_files")
         if not isinstance(path, str):

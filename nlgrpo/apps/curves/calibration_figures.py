@@ -68,7 +68,8 @@ def calibration(rewards: Tensor, left_out: int = 0) -> Figure:
     drawn = np.unique(np.linspace(0, len(rewards) - 1, PROMPTS).round().astype(int))
     rewards = rewards.detach().double().cpu()[drawn]
     half = rewards.shape[1] // 2
-    reference, others = rewards[:, :half], rewards[:, half:]
+    reference = rewards[:, :half]
+    others = rewards[:, half:]
     figure = figure_of((9.6, 4.2))
     before, after = figure.subplots(1, 2)
     for axes, x, y in ((before, ranks(rewards), rewards), (after, ranks(others), calibrate(others, reference))):

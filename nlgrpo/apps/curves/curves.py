@@ -73,13 +73,16 @@ class Curves:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table and write the files, or print a suggestion. Raises UserError for invalid options."""
-    options, start = tyro.cli(Curves, args=list(arguments), prog="nlgrpo curves"), time.perf_counter()
+    options = tyro.cli(Curves, args=list(arguments), prog="nlgrpo curves")
+    start = time.perf_counter()
     console = Console()
     if options.suggest is not None:
         _suggest(options.suggest, options.kl, options.worst, console)
         return 0
-    transforms, procedures = _transforms(options.transforms, options.n), _procedures(options.procedures)
-    kls, betas = _numbers("--kls", options.kls), _numbers("--betas", options.betas)
+    transforms = _transforms(options.transforms, options.n)
+    procedures = _procedures(options.procedures)
+    kls = _numbers("--kls", options.kls)
+    betas = _numbers("--betas", options.betas)
     if not (kls or betas):
         raise UserError("--kls is empty; use for example --kls 0.5,1,2, or --betas")
     try:
@@ -180,7 +183,8 @@ def _write(
     transforms: Mapping[str, Transform],
     procedures: Sequence[Objective],
 ) -> None:
-    n, points = next(iter(table.values())).n, _points(lines, transforms)
+    n = next(iter(table.values())).n
+    points = _points(lines, transforms)
     record = {"nlgrpo": __version__, "n": n, "table": _points(table, transforms), "curves": points}
     atomic_write(folder / "curves.json", json.dumps(record, indent=1) + "\n")
     text = io.StringIO()

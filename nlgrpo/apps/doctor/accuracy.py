@@ -37,7 +37,8 @@ def against_float64(
 ) -> list[Pair]:
     """Results and gradients of ``ours`` on ``inputs``, paired with those of ``truth`` on the same in float64."""
     exact = [x.double() if x.is_floating_point() else x for x in inputs]
-    found, expected = evaluate(ours, inputs, gradients), evaluate(truth, exact, gradients)
+    found = evaluate(ours, inputs, gradients)
+    expected = evaluate(truth, exact, gradients)
     return list(zip(found, expected, strict=True))
 
 

@@ -16,7 +16,11 @@ from nlgrpo.model.attention import PackedAttention, implementation
 # A prompt of 40 tokens with three completions, one sequence alone, and one of a single token.
 LENGTHS = [40, 30, 9, 21, 50, 1]
 PREFIXES: list[int | None] = [None, 0, 0, 0, None, None]
-HEADS, KV_HEADS, D, SCALE, WINDOW = 4, 2, 64, 0.125, 37
+HEADS = 4
+KV_HEADS = 2
+D = 64
+SCALE = 0.125
+WINDOW = 37
 BOUND = 32  # roundings
 SDPA_BOUND = 256  # of float32 on a GPU, whose products may be sums of products of narrower numbers
 ADVICE = {
@@ -44,7 +48,8 @@ def compare(device: str, dtype: torch.dtype, advice: str = ADVICE["packed"]) -> 
     qkv = normal(tokens, HEADS + 2 * KV_HEADS, D, device=device).to(dtype)
     angle = segments.positions(qkv.device)[:, None] * 0.7 ** torch.arange(D // 2, device=device)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
-    attend, pairs = PackedAttention(segments, qkv.device, dtype), []
+    attend = PackedAttention(segments, qkv.device, dtype)
+    pairs = []
     for window in (None, WINDOW):
         ours = partial(attend, rope=rope, heads=HEADS, layer=0, scale=SCALE, window=window)
         truth = partial(dense, rope=rope, window=window)

@@ -119,7 +119,8 @@ def gradient_work(device: str) -> Work:
 
     x, targets = large_logits(device)
     _, entropy, kept = epilogue_triton.statistics(x, targets, 0.7)
-    grad, out = torch.ones(len(x), device=device), torch.empty_like(x)
+    grad = torch.ones(len(x), device=device)
+    out = torch.empty_like(x)
     return lambda: epilogue_triton.gradient(x, targets, kept, entropy, grad, grad, 0.7, out), 2 * x.nbytes
 
 

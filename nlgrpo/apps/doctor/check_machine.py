@@ -19,7 +19,9 @@ from nlgrpo.runtime.device import bandwidth
 
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB  # free; the default recipe needs about 1 GiB
-LEAST_DISK, LITTLE_DISK = GIB, 10 * GIB  # below: failed, warning
+# below: failed, warning
+LEAST_DISK = GIB
+LITTLE_DISK = 10 * GIB
 LITTLE_SHARED = GIB  # Docker's default is 64 MiB; NCCL uses tens of MiB per pair of ranks
 NEEDED_CAPABILITY = (8, 0)  # the oldest for which the kernels are compiled in the tests
 
@@ -49,7 +51,8 @@ def cores() -> int:
 def cpu() -> Iterator[Result]:
     """Report the CPU's model, cores, vector instructions and memory; warn of little memory or too many threads."""
     name = cpu_fields().get("model name") or platform.processor() or platform.machine()
-    threads, found = torch.get_num_threads(), host_memory.of_machine()
+    threads = torch.get_num_threads()
+    found = host_memory.of_machine()
     detail = f"{name}, {cores()} cores, {torch.backends.cpu.get_cpu_capability()}, PyTorch threads: {threads}"
     numbers: dict[str, int | str] = {"model": name, "cores": cores(), "threads": threads}
     if found is not None:
@@ -80,7 +83,8 @@ def read_gpus() -> list[Gpu]:
     """List the GPUs that torch can use, and try each."""
     found = []
     for i in range(torch.cuda.device_count()):
-        of, device = torch.cuda.get_device_properties(i), torch.device("cuda", i)
+        of = torch.cuda.get_device_properties(i)
+        device = torch.device("cuda", i)
         product = torch.full((4, 8), 2.0, device=device) @ torch.full((8, 4), 3.0, device=device)
         works = bool((product == 48).all())
         found.append(Gpu(of.name, of.total_memory, (of.major, of.minor), works))
@@ -138,19 +142,17 @@ def judge_gpu(i: int, found: Gpu, version: str | None, cuda: str, newest: int | 
     detail = f"{found.name}, {gib(found.memory)}, {roofline}, capability {capability}"
     detail += f", driver {version or 'unknown'}{supports}, torch for CUDA {cuda}"
     numbers = asdict(found) | {"driver": version, "torch_cuda": cuda, "driver_cuda": newest, "bytes_per_second": limit}
-    status, advice = "ok", ""
+    status = "ok"
+    advice = ""
     if not found.works:
-        status, advice = (
-            "failed",
-            "a product of two small matrices is wrong: check the GPU with nvidia-smi -q and dmesg",
-        )
+        status = "failed"
+        advice = "a product of two small matrices is wrong: check the GPU with nvidia-smi -q and dmesg"
     elif newest is not None and newest // 1000 < int(cuda.split(".")[0]):
-        status, advice = "failed", f"update the driver to one for CUDA {cuda}, or install a torch for an older CUDA"
+        status = "failed"
+        advice = f"update the driver to one for CUDA {cuda}, or install a torch for an older CUDA"
     elif found.capability < NEEDED_CAPABILITY:
-        status, advice = (
-            "warning",
-            "the kernels are tested for capability 8.0 and later; set NLGRPO_TRITON=0 if one fails",
-        )
+        status = "warning"
+        advice = "the kernels are tested for capability 8.0 and later; set NLGRPO_TRITON=0 if one fails"
     return Result(status, detail, advice, part=f"cuda:{i}", numbers=numbers)  # type: ignore[arg-type]
 
 
@@ -161,7 +163,8 @@ def disk() -> Iterator[Result]:
     """Report the free disk space of the working folder and of the folder for temporary files."""
     for part, folder in (("working folder", os.getcwd()), ("temporary files", tempfile.gettempdir())):
         free = shutil.disk_usage(folder).free
-        detail, numbers = f"{gib(free)} free", {"free_bytes": free}
+        detail = f"{gib(free)} free"
+        numbers = {"free_bytes": free}
         advice = "free some space: a checkpoint takes about 12 bytes per parameter"
         if part == "temporary files":
             advice = "free some space, or set TMPDIR to a folder of another disk"

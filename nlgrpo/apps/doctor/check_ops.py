@@ -77,7 +77,8 @@ def swiglu() -> list[Pair]:
 
 def linear() -> list[Pair]:
     """Few rows and many, which are compiled separately, and without a gradient, as in decoding."""
-    weight, bias = normal(72, 128, seed=1), normal(72, seed=2)
+    weight = normal(72, 128, seed=1)
+    bias = normal(72, seed=2)
     pairs = compiled(kernels.linear, normal(150, 128), weight, bias)
     return pairs + compiled(kernels.linear, normal(5, 128), weight, bias, gradients=False)
 
@@ -93,7 +94,8 @@ def other_avx512() -> list[Pair]:
 
 
 def packed_attention() -> list[Pair]:
-    segments, pairs = Segments([40, 30, 9, 21, 50], [None, 0, 0, 0, None]), []
+    segments = Segments([40, 30, 9, 21, 50], [None, 0, 0, 0, None])
+    pairs = []
     angle = 3 * normal(150, 8, seed=1)
     for window in (None, 37):
 
@@ -153,9 +155,13 @@ def linear_logprob() -> list[Pair]:
 
 def linear_policy_loss() -> list[Pair]:
     """The fused loss, whose gradient is computed in the forward, against autograd through its definition."""
-    hidden, weight, targets = normal(70, 32), 0.5 * normal(300, 32, seed=1), targets_of(70, 300)
+    hidden = normal(70, 32)
+    weight = 0.5 * normal(300, 32, seed=1)
+    targets = targets_of(70, 300)
     logprob = reference.linear_logprob(hidden, weight, targets)[0]
-    old, ref, A = logprob + 0.1 * normal(70, seed=4), logprob + 0.3 * normal(70, seed=6), normal(70, seed=3)
+    old = logprob + 0.1 * normal(70, seed=4)
+    ref = logprob + 0.3 * normal(70, seed=6)
+    A = normal(70, seed=3)
     options: dict[str, Any] = {"beta": 0.1, "kl": "k3_iw"}
 
     def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -163,7 +169,8 @@ def linear_policy_loss() -> list[Pair]:
         return found.loss, found.logprob, found.entropy
 
     def truth(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        constants, exact = (old.double(), A.double()), options | {"ref_logprob": ref.double()}
+        constants = (old.double(), A.double())
+        exact = options | {"ref_logprob": ref.double()}
         loss = reference.linear_policy_loss(hidden, weight, targets, *constants, **exact)
         return loss, *(x.detach() for x in reference.linear_logprob(hidden, weight, targets))
 
@@ -181,7 +188,8 @@ def sample_tokens() -> list[Pair]:
 
 def linearize() -> list[Pair]:
     """In both dtypes of the compiled op, with equal rewards."""
-    rewards, weights = (2 * normal(21, 13)).round() / 2, normal(13, seed=1).abs()
+    rewards = (2 * normal(21, 13)).round() / 2
+    weights = normal(13, seed=1).abs()
     exact = rewards.double(), weights.double()
     ours = partial(kernels.linearize, impl="cpp")
     pairs = against_float64(ours, reference.linearize, [rewards, weights])
@@ -207,7 +215,8 @@ def ecdf_evaluate() -> list[Pair]:
 
 
 def ecdf_merge() -> list[Pair]:
-    a, b = samples().sort().values, (2 * normal(6, 30, seed=2)).round().sort().values
+    a = samples().sort().values
+    b = (2 * normal(6, 30, seed=2)).round().sort().values
     weights = normal(6, 50, seed=1).abs().double(), normal(6, 30, seed=3).abs().double()
     pairs = compiled(ecdf.merge, a, b, gradients=False)
     return pairs + compiled(partial(ecdf.merge, weights=weights), a, b, gradients=False)

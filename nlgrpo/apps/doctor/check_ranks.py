@@ -44,7 +44,8 @@ def all_reduce(backend: str, world: int, advice: str) -> Result:
             check_sums(rank, world, printed["sums"])
     except RankError as error:
         return Result("failed", str(error), advice, backend)
-    seconds, size = max(printed["seconds"] for printed in found), found[0]["bytes"]
+    seconds = max(printed["seconds"] for printed in found)
+    size = found[0]["bytes"]
     detail = f"{world} rank{'s' * (world > 1)}, exact sum; {size / 2**20:.0f} MiB in {1e3 * seconds:.3g} ms"
     return Result("ok", detail, part=backend, numbers={"ranks": world, "bytes": size, "all_reduce_seconds": seconds})
 

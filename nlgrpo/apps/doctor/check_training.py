@@ -25,8 +25,15 @@ from torch import Tensor
 from nlgrpo.apps.doctor.findings import Result, attempt, message
 from nlgrpo.runtime.distributed import Ranks
 
-PROMPTS, SAMPLES, LONGEST, VOCABULARY = (5, 9, 3), 4, 12, 64
-TEMPERATURE, BETA, LR, EPS, SHIFT = 0.8, 0.3, 1e-2, 0.1, 1e-2
+PROMPTS = (5, 9, 3)
+SAMPLES = 4
+LONGEST = 12
+VOCABULARY = 64
+TEMPERATURE = 0.8
+BETA = 0.3
+LR = 1e-2
+EPS = 0.1
+SHIFT = 1e-2
 # Relative errors: in float32 about 100 roundings of a sum over two layers, in bfloat16 about 12 of its 0.4%.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 CPU_ADVICE = "run again with NLGRPO_EXT=0; if that passes, a compiled CPU op is wrong, and NLGRPO_EXT=0 avoids it"
@@ -53,7 +60,8 @@ class Step(NamedTuple):
 def training() -> Iterator[Result]:
     """Compare a step in float32 on the CPU and on the first GPU, and one in bfloat16 under FSDP2, with float64."""
     with tempfile.TemporaryDirectory() as name:
-        folder, on_gpu = Path(name), torch.cuda.is_available()
+        folder = Path(name)
+        on_gpu = torch.cuda.is_available()
         start = random_model(folder)
         truth = plain_step(start)
         yield attempt("cpu", partial(unsharded, folder, "cpu", truth, start, CPU_ADVICE), CPU_ADVICE)
@@ -158,7 +166,8 @@ def learner_step(folder: Path, ranks: Ranks, compute: torch.dtype, start: Any) -
     from nlgrpo.runtime.device import master_dtype, micro_batch_limit
     from nlgrpo.training.learner import Learner, make_optimizer
 
-    where, optim = ranks.device, OptimConfig(eps=EPS, max_grad_norm=0.0)
+    where = ranks.device
+    optim = OptimConfig(eps=EPS, max_grad_norm=0.0)
     shard = partial(fsdp.shard, ranks=ranks, compute=compute)
     policy = decoder.load(folder, dtype=master_dtype(compute), device=where, shard=shard)
     reference = decoder.load(folder, dtype=compute, device=where, shard=shard)
@@ -194,7 +203,8 @@ def plain_step(start: Any) -> Step:
     """
     import copy
 
-    policy, reference = copy.deepcopy(start), copy.deepcopy(start)
+    policy = copy.deepcopy(start)
+    reference = copy.deepcopy(start)
     shift(reference)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     prompts, tokens, lengths, advantages = batch()

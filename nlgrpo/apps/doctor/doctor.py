@@ -83,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
     if problem := _problem(options):
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    console, start = Console(stderr=options.json == "-"), time.perf_counter()
+    console = Console(stderr=options.json == "-")
+    start = time.perf_counter()
     results: list[Result] = []
     for check in CHECKS:
         if not options.only or check.name in options.only:

@@ -59,7 +59,8 @@ def run(check: Check) -> Iterator[Result]:
         try:
             result = next(found, None)
         except Exception as error:  # a check may fail in any way, and the others still run
-            result, found = Result("failed", message(error), check.advice), iter(())
+            result = Result("failed", message(error), check.advice)
+            found = iter(())
         if result is None:
             return
         yield replace(result, check=check.name, seconds=result.seconds or time.perf_counter() - start)

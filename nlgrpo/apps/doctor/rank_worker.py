@@ -35,7 +35,8 @@ def main(backend: str, rank: int, world: int, store: str) -> None:
         wrong = int((large != world).sum())  # reads the result, so the time includes its end on a GPU
         times.append(time.perf_counter() - start)
         assert not wrong, f"{wrong} of {len(large)} sums are wrong"
-    seconds, size = min(times), large.numel() * large.itemsize
+    seconds = min(times)
+    size = large.numel() * large.itemsize
     dist.destroy_process_group()
     print(json.dumps({"sums": small.tolist(), "seconds": seconds, "bytes": size}), flush=True)
 

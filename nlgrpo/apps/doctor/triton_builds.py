@@ -49,14 +49,16 @@ def cases() -> Iterator[Case]:
     """Yield name, kernel, types of its arguments, constants and options of the launches that the ops make."""
     for kind in ("bf16", "fp16", "fp32"):
         row = {"logits": f"*{kind}", "out": f"*{kind}", "targets": "*i64"} | FLOATS | NUMBERS
-        block, warps = {"BLOCK": epilogue_triton.BLOCK}, {"num_warps": epilogue_triton.WARPS}
+        block = {"BLOCK": epilogue_triton.BLOCK}
+        warps = {"num_warps": epilogue_triton.WARPS}
         yield f"statistics {kind}", epilogue_triton._statistics_kernel, row, block, warps
         for entropy in (True, False):
             constants = block | {"HAS_ENTROPY": entropy}
             name = f"gradient {kind}{' with entropy' * entropy}"
             yield name, epilogue_triton._gradient_kernel, row, constants, warps
         row = {"logits": f"*{kind}"} | SAMPLING | NUMBERS
-        block, warps = {"BLOCK": sample_triton.BLOCK}, {"num_warps": sample_triton.WARPS}
+        block = {"BLOCK": sample_triton.BLOCK}
+        warps = {"num_warps": sample_triton.WARPS}
         yield f"sample totals {kind}", sample_triton._totals_kernel, row, block, warps
         yield f"sample draw {kind}", sample_triton._draw_kernel, row, block | {"BLOCKS": 64}, warps
     terms = ("logprob", "old_logprob", "advantages", "log_ratio", "ref_logprob", "loss", "through_ratio", "through_kl")
@@ -73,9 +75,13 @@ def cases() -> Iterator[Case]:
 def linearize_cases() -> Iterator[Case]:
     """All sizes of groups: in registers, then in chunks. The op launches no chunks of `CHUNK`; they compile faster."""
     numbers = dict.fromkeys(("P", "M", "chunks", "stride_p", "stride_m"), "i32") | {"memory": "*i64"}
-    small, large = linearize_triton._small_kernel, linearize_triton._large_kernel
-    small_64, large_64 = linearize_triton._small_kernel_float64, linearize_triton._large_kernel_float64
-    most, most_64, four = linearize_triton.ELEMENTS, linearize_triton.GATHERED, {"num_warps": 4}
+    small = linearize_triton._small_kernel
+    large = linearize_triton._large_kernel
+    small_64 = linearize_triton._small_kernel_float64
+    large_64 = linearize_triton._large_kernel_float64
+    most = linearize_triton.ELEMENTS
+    most_64 = linearize_triton.GATHERED
+    four = {"num_warps": 4}
     types = dict.fromkeys(("rewards", "weights", "out"), "*fp32") | numbers
     for columns in (1, 8, 64, 512, most):
         yield f"linearize {columns}", small, types, {"ROWS": most // columns, "COLUMNS": columns}, four
@@ -86,7 +92,8 @@ def linearize_cases() -> Iterator[Case]:
         constants = {"ROWS": most // columns, "COLUMNS": columns, "STEPS": columns.bit_length() - 1}
         yield f"linearize {columns} float64", small_64, types, constants, four
     for chunk in (CHUNK, 2 * most_64, most):
-        constants, options = {"CHUNK": chunk, "STEPS": chunk.bit_length() - 1}, {"maxnreg": linearize_triton.REGISTERS}
+        constants = {"CHUNK": chunk, "STEPS": chunk.bit_length() - 1}
+        options = {"maxnreg": linearize_triton.REGISTERS}
         yield f"linearize chunks of {chunk} float64", large_64, types, constants, four | options
 
 

@@ -155,9 +155,11 @@ def measure_kl(e: Evaluation, candidates: Sequence[RolloutCollector]) -> None:
 
 
 def _measure_kl(e: Evaluation, reference: Decoder, candidate: RolloutCollector, chunk: Batch) -> None:
-    device, rollout = e.ranks.device, candidate.rollout(chunk)
+    device = e.ranks.device
+    rollout = candidate.rollout(chunk)
     prompts = [prompt for prompt in rollout.prompt_ids for _ in range(e.samples)]
-    limit, rows = micro_batch_limit(None, device), range(len(prompts))
+    limit = micro_batch_limit(None, device)
+    rows = range(len(prompts))
     batches = pack(prompts, rollout.completion_ids(), rows, limit.tokens, device, group_tokens=limit.group)
     reference_logprobs = logprobs.completion_logprobs(
         reference, rollout, batches, candidate.sampler.sampling.temperature
@@ -180,7 +182,8 @@ def score(e: Evaluation, candidate: RolloutCollector, scorer: Scorer) -> None:
 
 def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
     """Load all chunks of a model in the order of the prompts, from all ranks."""
-    chunks, read = candidate.chunks, candidate.store.read
+    chunks = candidate.chunks
+    read = candidate.store.read
     rollouts = [candidate.rollout(chunk) for chunk in chunks]
     texts = [candidate.sampler.texts(c.prompts, rollout) for c, rollout in zip(chunks, rollouts, strict=True)]
     has_kl = e.options.kl and all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)

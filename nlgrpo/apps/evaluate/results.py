@@ -230,7 +230,8 @@ def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: st
 def _cell(entry: Entry | None) -> str:
     if entry is None:
         return "-"
-    e, won = entry.estimate, entry.win_rate
+    e = entry.estimate
+    won = entry.win_rate
     lines = [format_numbers(e.value, e.low, e.high), *e.coverage.lines]
     if won is not None and not math.isnan(won.value):
         lines.append(f"wins {100 * won.value:.1f}%" + _stars(entry.p_value))

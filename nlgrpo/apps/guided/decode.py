@@ -68,7 +68,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]
 
 def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
     """Build the tables of the rewards and of the costs."""
-    prompts, gold = len(found[0]["rewards"]), found[0].get("gold", {}).get("reward")
+    prompts = len(found[0]["rewards"])
+    gold = found[0].get("gold", {}).get("reward")
     rewards_table, cost = (
         Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
         for title in (f"{prompts} prompts (95% intervals)", "cost per prompt")
@@ -119,7 +120,8 @@ def _scored(found: Sequence[Mapping[str, Any]], prompts: int) -> str | None:
 
 def plan(c: Comparison) -> Table:
     """Build the table that describes the comparison."""
-    sampling, longest = c.sampler.sampling, c.sampler.sampling.max_new_tokens
+    sampling = c.sampler.sampling
+    longest = c.sampler.sampling.max_new_tokens
     weighted = " + ".join(f"{c.cfg.rewards[s.name].weight:g} {s.name}" for s in c.scorers)
     whole = (c.options.chunk or 0) >= longest
     rows = {

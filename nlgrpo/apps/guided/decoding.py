@@ -108,7 +108,8 @@ class Comparison:
     @cached_property
     def model(self) -> Decoder | TransformersModel:
         """The model, after a first search, so that timings exclude the warm-up of the libraries."""
-        device, tokens = self.queue.ranks.device, count_tokens(self.sampler.tokenizer)
+        device = self.queue.ranks.device
+        tokens = count_tokens(self.sampler.tokenizer)
         model = transformers_backend.load_frozen(self.source, dtype=self.dtype, device=device, tokens=tokens)
         warm = dataclasses.replace(self.sampler.sampling, max_new_tokens=min(4, self.sampler.sampling.max_new_tokens))
         guided_search.search(model, self.batch.ids[:1], Search(2, 2, 2), warm, [])
@@ -117,7 +118,8 @@ class Comparison:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything besides the method that the results depend on."""
-        sampling, tokenizer = self.sampler.sampling, self.sampler.tokenizer
+        sampling = self.sampler.sampling
+        tokenizer = self.sampler.tokenizer
         return {
             "origin": Provenance.of(self.source, tokenizer, self.dtype, sampling).identity(),
             "prompts": self.prompts,
@@ -166,14 +168,16 @@ class Comparison:
     def values(self, method: DecodingMethod) -> list[tuple[Value, float]]:
         if method.weight is not None:
             return [(RewardOfPrefixes(self, method.weight), 1.0)]
-        sampler, device = self.sampler, self.queue.ranks.device
+        sampler = self.sampler
+        device = self.queue.ranks.device
         if method.implicit:
             assert self.pair is not None
             value = implicit_reward.load_implicit_reward(
                 self.pair, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device
             )
             return [(value, 1.0)]
-        paths, betas = [self.paths[i] for i in method.values], [self.betas[i] for i in method.values]
+        paths = [self.paths[i] for i in method.values]
+        betas = [self.betas[i] for i in method.values]
         return guides.load_values(paths, betas, sampler.tokenizer, sampler.sampling, dtype=self.dtype, device=device)
 
     def final_rewards(self, batch: Batch, completions: Sequence[Sequence[int]], samples: int) -> Tensor:
@@ -199,7 +203,8 @@ class RewardOfPrefixes(Prefixes):
     name = "the reward of a prefix"
 
     def __init__(self, comparison: Comparison, weight: float) -> None:
-        self.comparison, self.weight = comparison, weight
+        self.comparison = comparison
+        self.weight = weight
         self.place = {tuple(ids): i for i, ids in enumerate(comparison.batch.ids)}  # unique
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -327,9 +332,12 @@ def build_comparison(options: ComparisonOptions, cfg: Config, queue: WorkQueue) 
 
 def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
     """Decode with a method. Returns the rewards of its responses and the total cost, including their choice."""
-    model, values, device = c.model, c.values(method), c.queue.ranks.device
+    model = c.model
+    values = c.values(method)
+    device = c.queue.ranks.device
     by_reward = c.options.choose == "reward" and not method.own_choice and method.cascade is None
-    peak, began = PeakMemory(device), perf_counter()
+    peak = PeakMemory(device)
+    began = perf_counter()
     if method.cascade is not None:
         found, cost = _cascade(c, method.cascade)
         answers = [one for [one] in found]
@@ -340,7 +348,8 @@ def decode(c: Comparison, method: DecodingMethod) -> dict[str, Any]:
             seed=c.sampler.seed, index=c.batch.index, max_rows=c.sampler.max_rows or ROWS, valued=choose == "value",
         )  # fmt: skip
         answers = _by_reward(c, found) if by_reward else _by_chooser(c, found, choose)
-    seconds, peak_bytes = perf_counter() - began, peak.bytes()
+    seconds = perf_counter() - began
+    peak_bytes = peak.bytes()
     used = [model for value, _ in values if isinstance(value, OF_MODELS) for model in value.models]
     of_prefixes = cost.queries * (method.weight is not None or method.cascade is not None)
     tokens = [one.tokens for one in answers]
@@ -415,7 +424,8 @@ def run(c: Comparison) -> bool:
     """Decode with the methods that are missing. Returns False if a signal ended it early. Collective."""
 
     def make(method: DecodingMethod) -> None:
-        path, found = c.file(method), decode(c, method)
+        path = c.file(method)
+        found = decode(c, method)
         with atomic_files.into(c.folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_files.atomic_write(path, json.dumps(found, allow_nan=False) + "\n")

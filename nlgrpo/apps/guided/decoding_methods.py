@@ -139,7 +139,8 @@ def theory(method: DecodingMethod, length: int) -> dict[str, float]:
     if method.cascade is not None:
         most = float(method.budget * length)
         return {"tokens": most, "reward_queries": 1 + most / min(method.cascade.shortest, length)}
-    tokens, queries = float(method.budget * length), float(method.budget * length / method.search.chunk)
+    tokens = float(method.budget * length)
+    queries = float(method.budget * length / method.search.chunk)
     if not (method.values or method.implicit):  # best-of-N, or ARGS, which queries the reward at every token
         return {"tokens": tokens, "reward_queries": float(method.budget) if method.weight is None else queries}
     samples = max(1.0, length / method.search.chunk) * math.log10(method.budget)

@@ -56,7 +56,8 @@ def load_implicit_reward(
     """
     check_pair(pair)
     tuned, untuned = (decoder.load(_folder(name), dtype=dtype, device=device).eval() for name in pair)
-    name, theirs = f"log-prob of {pair[0]} minus that of {pair[1]}", load_tokenizer(_folder(pair[0]))
+    name = f"log-prob of {pair[0]} minus that of {pair[1]}"
+    theirs = load_tokenizer(_folder(pair[0]))
     for model in (tuned, untuned):
         model.limit_vocabulary(count_tokens(theirs))
     if same_ids(theirs, tokenizer):
@@ -77,7 +78,9 @@ class TextImplicitReward(Prefixes):
     MICRO_BATCH = 16384  # tokens per forward pass
 
     def __init__(self, name: str, tuned: Decoder, untuned: Decoder, retokenizer: Retokenizer) -> None:
-        self.name, self.models, self.retokenizer = name, [tuned, untuned], retokenizer
+        self.name = name
+        self.models = [tuned, untuned]
+        self.retokenizer = retokenizer
 
     def score(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
         """Log-probs of the tokens that the candidates' texts have after their prompts' texts."""
@@ -92,7 +95,8 @@ class TextImplicitReward(Prefixes):
 
     def _sums(self, model: Decoder, texts: Sequence[tuple[list[int], list[int]]]) -> Tensor:
         """Log-probs (R,) float64 of the completions after their prompts."""
-        device, sums = model.head_weight.device, torch.zeros(len(texts), dtype=torch.float64)
+        device = model.head_weight.device
+        sums = torch.zeros(len(texts), dtype=torch.float64)
         sizes = {i: len(prompt) + len(completion) for i, (prompt, completion) in enumerate(texts) if completion}
         for part in bins(sizes, self.MICRO_BATCH):
             tokens = torch.tensor([token for i in part for ids in texts[i] for token in ids], device=device)

@@ -112,7 +112,8 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 def plan(loop: Loop) -> Table:
     """Build the table that describes the loop. Raises UserError for models that do not fit the completions."""
-    options, job = loop.options, loop.job(1)
+    options = loop.options
+    job = loop.job(1)
     refuse_pairwise([scorer for scorer in job.scorers if loop.cfg.rewards[scorer.name].weight != 0])
     limit = job.origin.sampling.max_new_tokens
     if options.chunk >= limit and options.iterations > 1:
@@ -133,7 +134,9 @@ def plan(loop: Loop) -> Table:
         raise UserError(
             f"--value.path: {initial} has a context of {context} tokens, but prompt and completion can have {longest}"
         )
-    search, fit, count = options.search, options.value, len(job.batch.ids)
+    search = options.search
+    fit = options.value
+    count = len(job.batch.ids)
     others = ", different ones in each iteration" * (count < loop.training_prompts(job))
     rows = {
         "model": f"{loop.cfg.model.path}, frozen{transformers_backend.note(job.source)}",

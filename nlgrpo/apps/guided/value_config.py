@@ -161,7 +161,10 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
 
 def check_value_config(cfg: ValueConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
-    need, data, loss, compress = partial(need_of, cfg), cfg.data, cfg.loss, cfg.compress
+    need = partial(need_of, cfg)
+    data = cfg.data
+    loss = cfg.loss
+    compress = cfg.compress
     head_only = cfg.train.head_only  # Muon is for the matrices of the blocks
     plain = loss.kind == "mse" and loss.lam == loss.gamma == 1
     refuse(

@@ -157,7 +157,13 @@ def _load_one(
     rollouts: ReferenceRollouts, rewards: Tensor, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> Outcomes:
     retokenizer = _retokenizer(rollouts, tokenizer)
-    asked, prompts, completions, final_rewards, known, abstained, too_long = [], [], [], [], [], 0, 0
+    asked = []
+    prompts = []
+    completions = []
+    final_rewards = []
+    known = []
+    abstained = 0
+    too_long = 0
     for (prompt, sampled), values in zip(rollouts.tokens(), rewards.tolist(), strict=True):
         prompt_ids = tuple(retokenizer.whole(prompt, []) if retokenizer else prompt)
         known.append(prompt_ids)

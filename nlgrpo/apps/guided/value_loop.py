@@ -115,7 +115,8 @@ class GuidedSampler(Sampler):
 
     @cached_property
     def values(self) -> list[tuple[Value, float]]:
-        paths, betas = self.guide.values, self.guide.betas
+        paths = self.guide.values
+        betas = self.guide.betas
         return guides.load_values(paths, betas, self.tokenizer, self.sampling, dtype=self.dtype, device=self.device)
 
     def draw(self, engine: Engine, batch: Batch) -> Rollout:
@@ -134,7 +135,8 @@ class GuidedSampler(Sampler):
 
     def _best(self, batch: Batch, found: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
         """Return the candidate of each prompt with the largest reward; the first one where all rewards abstain."""
-        samples, rewards = self.guide.search.candidates, [scorer.reward for scorer, _ in self.scorers]
+        samples = self.guide.search.candidates
+        rewards = [scorer.reward for scorer, _ in self.scorers]
         scorer = dataclasses.replace(self, samples=samples, rewards=rewards)
         scored = scorer.score(batch, convert.as_rollout(batch.ids, found), first_prompt=batch.index[0])
         weights = {scorer.name: weight for scorer, weight in self.scorers}
@@ -176,7 +178,8 @@ class Loop:
         if t == 1:
             return job
         options = vars(job.sampler) | {"samples": self.options.guided_samples, "searches": self.options.searches}
-        guide, kept = self.guide(t - 1), self._weighted(job) if self.options.keep == "best" else []
+        guide = self.guide(t - 1)
+        kept = self._weighted(job) if self.options.keep == "best" else []
         chosen_by = [[scorer.digest, weight] for scorer, weight in kept]
         searched = guide.digest() + f"-{digest_of_text(json.dumps(chosen_by))}" * bool(kept)
         origin = dataclasses.replace(job.origin, guide=searched)
@@ -195,8 +198,10 @@ class Loop:
         last = {tuple(ids[i]): i for i in range(len(ids))}  # the last index of a repeated prompt
         distinct = sorted(last.values())
         first = len(distinct) - min(self._held_out(count), len(distinct) // 2)
-        train, held_out = {*distinct[:first]}, distinct[first:]
-        pool, new = [i for i in range(len(ids)) if last[tuple(ids[i])] in train], count - len(held_out)
+        train = {*distinct[:first]}
+        held_out = distinct[first:]
+        pool = [i for i in range(len(ids)) if last[tuple(ids[i])] in train]
+        new = count - len(held_out)
         return [pool[((t - 1) * new + i) % len(pool)] for i in range(new)] + held_out
 
     def _held_out(self, prompts: int) -> int:
@@ -227,7 +232,8 @@ class Loop:
         return dataclasses.replace(cfg, data=data, compress=teachers, loss=RegressionConfig(), train=train)
 
     def _fit(self, folder: Path, start: str, rollouts: Sequence[Path]) -> ValueConfig:
-        options, train = self.options.value, self.cfg.train
+        options = self.options.value
+        train = self.cfg.train
         prompts = len(reference_rollouts.read_index(rollouts[0]).prompts)  # the same number in every iteration
         weights = {name: reward.weight for name, reward in self.cfg.rewards.items() if reward.weight != 0}
         return ValueConfig(

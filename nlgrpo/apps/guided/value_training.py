@@ -86,7 +86,8 @@ class ValueTrainer(ScalarHeadTrainer):
 
     def batches(self, outcomes: Outcomes, rows: Sequence[int]) -> list[MicroBatch]:
         """Pack this rank's share of ``rows`` with all their states, the same number of micro-batches on every rank."""
-        share, device = rows[self.ranks.share(len(rows))], self.ranks.device
+        share = rows[self.ranks.share(len(rows))]
+        device = self.ranks.device
         tokens, group = self.micro_batch_limit
         packed = pack(outcomes.prompts, outcomes.open_ended, share, tokens, device, group_tokens=group)
         return self.pad_micro_batches(packed, empty_micro_batch)
@@ -119,11 +120,14 @@ class ValueTrainer(ScalarHeadTrainer):
             with torch.no_grad():
                 terms = [values_of(batch, t.model).double() / t.beta for t in self.teachers]
             return torch.stack(terms).sum(0)
-        gamma, rewards, device = self.config.loss.gamma, outcomes.rewards, values.device
+        gamma = self.config.loss.gamma
+        rewards = outcomes.rewards
+        device = values.device
         if not len(values) or lam == gamma == 1:  # the target is the reward itself
             return rewards[batch.row.cpu()].to(device)
         rows, place = batch.row.unique(return_inverse=True)
-        final, lengths = rewards[rows.cpu()].to(device), outcomes.lengths[rows.cpu()].to(device)
+        final = rewards[rows.cpu()].to(device)
+        lengths = outcomes.lengths[rows.cpu()].to(device)
         grid = torch.zeros(len(rows), int(lengths.max()) + 1, dtype=torch.float64, device=device)
         grid[place, batch.offset] = values.double()
         return lambda_returns(grid, final, lengths, gamma=gamma, lam=lam)[place, batch.offset]
@@ -185,7 +189,8 @@ class _Totals:
 
 
 def _sums(values: Tensor, targets: Tensor) -> Tensor:
-    values, targets = values.double(), targets.double()
+    values = values.double()
+    targets = targets.double()
     count = targets.new_tensor(float(len(targets)))
     return torch.stack([count, targets.sum(), targets.square().sum(), (targets - values).square().sum()])
 
@@ -243,9 +248,12 @@ def build_value_trainer(cfg: ValueConfig, ranks: Ranks) -> ValueTrainer:
     if not outcomes.rewards.square().sum().isfinite():
         raise UserError(f"rewards of up to {outcomes.rewards.abs().max().item():g} are too large to be squared")
     if cfg.loss.kind == "bce" and not bool(((outcomes.rewards >= 0) & (outcomes.rewards <= 1)).all()):
-        low, high = outcomes.rewards.min().item(), outcomes.rewards.max().item()
+        low = outcomes.rewards.min().item()
+        high = outcomes.rewards.max().item()
         raise UserError(f"loss.kind = 'bce' needs rewards in [0, 1], but these are in [{low:g}, {high:g}]")
-    vocab, largest, held_out = shape_of(decoder.read_config(source)).vocab, outcomes.largest, None
+    vocab = shape_of(decoder.read_config(source)).vocab
+    largest = outcomes.largest
+    held_out = None
     if largest >= vocab:
         raise UserError(
             f"{cfg.model.path} has a vocabulary of {vocab:,}, but the rollouts have the token id {largest:,}"
@@ -295,7 +303,8 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
 
 def plan(run: ValueTrainer) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
-    cfg, shape = run.config, run.model.shape
+    cfg = run.config
+    shape = run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
     head = "its saved head" if run.loaded_head else f"a new head, seed {cfg.train.seed}"
     rows = {
@@ -318,7 +327,8 @@ def plan(run: ValueTrainer) -> Table:
 def _target(run: ValueTrainer) -> str:
     if run.teachers:
         return " + ".join(f"{teacher.path} / {teacher.beta:g}" for teacher in run.teachers)
-    data, loss = run.config.data, run.config.loss
+    data = run.config.data
+    loss = run.config.loss
     weights = data.weights or (1.0,) * len(data.rewards)
     named = (
         " + ".join(f"{w:g} {name}" for name, w in zip(data.rewards, weights, strict=True)) or "the sum of all rewards"

@@ -67,7 +67,8 @@ class Allocated(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
+        key = id(storage)
+        size = storage.nbytes()
         self._known.add(key)
         self.now += size
         weakref.finalize(storage, self._remove, key, size)
@@ -126,7 +127,8 @@ def per_token(
     is computed once more. ``kind``: implementation of the attention (`model.attention.KINDS`), or "cpu" for what a CPU
     runs. All implementations of a GPU are counted as "varlen": each keeps its inputs, its output and a normalizer.
     """
-    scale, window = shape.scales[0], shape.windows[0]
+    scale = shape.scales[0]
+    window = shape.windows[0]
     one = replace(shape, layers=1, vocab=1, tied=True, context=1, windows=(window,), scales=(scale,))
     two = replace(one, layers=2, windows=(window,) * 2, scales=(scale,) * 2)
     if adapter is not None:
@@ -134,7 +136,9 @@ def per_token(
     kind = "cpu" if kind == "cpu" else "varlen"
     trace = functools.partial(_trace, adapter=adapter, compute=compute, kind=kind, checkpointing=checkpointing)
     tokens = FEW_TOKENS if _has_memory(kind, one) else TOKENS
-    short, long = trace(one, tokens=tokens), trace(one, tokens=2 * tokens)  # their difference has no parameters
+    # their difference has no parameters
+    short = trace(one, tokens=tokens)
+    long = trace(one, tokens=2 * tokens)
     return BlockBytes(
         saved=(trace(two, tokens=tokens).saved - short.saved) / tokens,
         forward=(long.forward - short.forward) / tokens,

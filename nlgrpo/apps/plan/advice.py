@@ -161,7 +161,8 @@ def _alternative(change: str, options: str, work: Workload, machine: Machine) ->
 
 def _on_more_gpus(work: Workload, machine: Machine) -> Alternative | None:
     """The smallest number of GPUs that fits, of the present one times 2, 4, 8, ..; with prompts for all of them."""
-    rollout, evaluation = work.config.rollout, work.config.evaluation
+    rollout = work.config.rollout
+    evaluation = work.config.evaluation
     for world in (work.world * 2**i for i in range(1, 13)):
         if world > machine.per_node and world % machine.per_node:
             continue
@@ -209,7 +210,8 @@ def check_host(work: Workload, limit: float) -> None:
 
 def remedies(work: Workload, limit: float) -> str:
     """Settings that make a run fit into ``limit`` bytes, or what else may help."""
-    cfg, fitting = work.config, []
+    cfg = work.config
+    fitting = []
     rows = sampling_memory.most_rows(work, cfg.rollout.samples)
     changes: dict[str, tuple[Any, ...]] = {
         "rollout.max_rows": tuple(n for n in (64, 16, 1) if n < rows) if work.decodes else (),

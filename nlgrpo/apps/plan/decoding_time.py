@@ -97,7 +97,8 @@ def of_a_draw(work: Workload) -> float:
     log-probs, probabilities, a float64 copy and its sums. With top_p a radix sort of values and indices comes first,
     about 175 bytes a logit.
     """
-    vocab, size = work.shape.vocab, work.compute.itemsize
+    vocab = work.shape.vocab
+    size = work.compute.itemsize
     plain = (size + 4) + (4 + 4) + (8 + 4) + (4 + 4) + (4 + 8) + (8 + 8)
     per_logit = {"triton": size, "torch": plain, "top_p": plain + 175}
     return float(vocab * per_logit[sampling_memory.sampler(work)])

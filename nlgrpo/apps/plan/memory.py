@@ -17,7 +17,8 @@ from nlgrpo.apps.plan.workload import Uses, Workload
 
 # A C library keeps part of the memory that was freed for later use: a share of the temporary memory of a phase, and a
 # multiple of what one block keeps. Fitted to measured peaks of Linux with glibc (docs/experiments/plan-memory.md).
-KEPT_SHARE, KEPT_BLOCKS = 0.1, 2.0
+KEPT_SHARE = 0.1
+KEPT_BLOCKS = 2.0
 CODE = 60 * 2**20  # pages of libraries that a CPU run maps when it first uses them
 COMPLETIONS = ("sampling", "evaluation", "hand-over", "reference samples")
 
@@ -59,7 +60,8 @@ def estimate(work: Workload) -> Memory:
     for name, uses in phases.items():
         if name in (*COMPLETIONS, "scoring"):  # the optimizer state, from the second step on
             uses |= update.state(work, gradients=False)
-    persistent, phases = _clean(persistent), {name: _clean(uses) for name, uses in phases.items()}
+    persistent = _clean(persistent)
+    phases = {name: _clean(uses) for name, uses in phases.items()}
     overhead = {name: _overhead(work, name, persistent, uses) for name, uses in phases.items()}
     return Memory(persistent, phases, overhead, host)
 
@@ -77,7 +79,8 @@ def _load(work: Workload) -> Uses:
 
 def _completions(work: Workload) -> dict[str, Uses]:
     """Phases that need completions. vLLM servers sample elsewhere, but get the weights from here."""
-    cfg, found = work.config, dict[str, Uses]()
+    cfg = work.config
+    found = dict[str, Uses]()
     if work.engine == "servers":
         found["hand-over"] = vllm_memory.sampling(work)
     else:

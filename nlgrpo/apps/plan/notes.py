@@ -56,7 +56,8 @@ def _on_truncation(config: Config) -> Iterator[str]:
 
 
 def _on_ignored_keys(config: Config) -> Iterator[str]:
-    loss, plain = vars(config.loss), vars(LossConfig())
+    loss = vars(config.loss)
+    plain = vars(LossConfig())
     unused = [f"loss.{key} = {loss[key]!r}" for key in ONLINE if loss[key] != plain[key]]
     if unused:
         yield f"{', '.join(unused)}: ignored by {config.loss.algorithm}, whose loss is per response."

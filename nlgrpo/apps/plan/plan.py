@@ -132,8 +132,11 @@ def _write(plan: Plan) -> None:
 
 
 def _rows(plan: Plan) -> dict[str, str]:
-    work, options, gpu = plan.work, plan.options, plan.machine.gpu
-    cfg, shape = work.config, work.shape
+    work = plan.work
+    options = plan.options
+    gpu = plan.machine.gpu
+    cfg = work.config
+    shape = work.shape
     nodes = max(1, options.gpus // options.gpus_per_node)
     shards = f"sharded over {work.shards}" if work.shards > 1 else "not sharded"
     shards += f", {cfg.parallel.replicate} replicas" * (cfg.parallel.replicate > 1)
@@ -158,7 +161,8 @@ def _rows(plan: Plan) -> dict[str, str]:
 
 def _host(plan: Plan) -> dict[str, str]:
     """Row for what is offloaded to the memory of the hosts; none without."""
-    host, ranks = sum(plan.memory.host.values()), min(plan.options.gpus, plan.options.gpus_per_node)
+    host = sum(plan.memory.host.values())
+    ranks = min(plan.options.gpus, plan.options.gpus_per_node)
     return {"memory of a host": f"{size(host * ranks)} for {ranks} GPUs"} if host else {}
 
 
@@ -184,7 +188,8 @@ def _time(plan: Plan) -> str:
 
 
 def _recommended(plan: Plan) -> str:
-    better, work = plan.better, plan.work
+    better = plan.better
+    work = plan.work
     if better is None:
         lines = advice.alternatives(work, plan.machine)
         return "\n".join(["no settings fit on these GPUs", *(f"fits with {line}" for line in lines)])
@@ -201,7 +206,8 @@ def _refusal(plan: Plan) -> str:
 
 
 def _alternative(found: advice.Alternative) -> dict[str, Any]:
-    peak, seconds = round(found.choice.peak), found.choice.seconds
+    peak = round(found.choice.peak)
+    seconds = found.choice.seconds
     return {"change": found.change, "options": found.options, "peak_bytes": peak, "seconds": seconds}
 
 

@@ -20,7 +20,9 @@ from nlgrpo.apps.plan.workload import Workload
 from nlgrpo.model import lora
 from nlgrpo.model.architectures import Shape
 
-FORWARD, BACKWARD = 45, 105  # kernels of a layer in a micro-batch at least: about as in decoding, and twice with more
+# kernels of a layer in a micro-batch at least: about as in decoding, and twice with more
+FORWARD = 45
+BACKWARD = 105
 HOST_BANDWIDTH = 40e9  # bytes per second of the host's memory, per GPU: a node of 8 GPUs has several hundred GB/s
 ATTENTION_BACKWARD = 2.5  # of the forward pass: five matrix products, one of them computed again, instead of two
 
@@ -66,8 +68,10 @@ def update_flops(work: Workload, shape: Shape, outputs: int) -> float:
 
     A matrix product has two in its backward pass, for the gradients of input and weight; one if the weight is frozen.
     """
-    attention, total = _of_groups(work, shape), forward_flops(work, shape, outputs)
-    products, head = total - attention, 2 * outputs * shape.width * work.completions * work.columns
+    attention = _of_groups(work, shape)
+    total = forward_flops(work, shape, outputs)
+    products = total - attention
+    head = 2 * outputs * shape.width * work.completions * work.columns
     adapters = 2 * _adapter_parameters(work, shape) * work.tokens
     if work.adapter is None:
         flops = 3 * products
@@ -115,7 +119,8 @@ def _sampling(work: Workload, machine: Machine) -> float:
     """Prompts are decoded in waves of those that fit together."""
     samples = work.config.rollout.samples
     together, rows = sampling_memory.rows(work, work.config.rollout.prompts, samples)
-    gather, passes = _gather(work, work.shape, machine), -(-work.groups // together) * work.columns
+    gather = _gather(work, work.shape, machine)
+    passes = -(-work.groups // together) * work.columns
     decoding = _waves(work.groups * samples, rows, partial(decoding_time.seconds, work, machine))
     if work.config.parallel.gather_for_sampling == "block":
         return max(decoding, passes * gather)
@@ -150,9 +155,12 @@ def _wave_of_vllm(work: Workload, machine: Machine, ranks: int, rows: int) -> fl
 
     ``ranks`` share the work. A prompt is computed once for all its completions, and no scores are in the memory.
     """
-    shape, size = work.shape, work.compute.itemsize
-    prompts, steps = rows / work.config.rollout.samples, work.columns - 1
-    flops, bandwidth = machine.flops * ranks, machine.bandwidth * ranks
+    shape = work.shape
+    size = work.compute.itemsize
+    prompts = rows / work.config.rollout.samples
+    steps = work.columns - 1
+    flops = machine.flops * ranks
+    bandwidth = machine.bandwidth * ranks
     scheduling = machine.costs.vllm_seconds
     head = 2 * shape.vocab * shape.width
     prefill = prompts * (2 * shape.matrices * work.prompt + attention_flops(shape, 0, work.prompt) + head)
@@ -178,7 +186,8 @@ def _scoring(work: Workload, machine: Machine) -> float:
 
 
 def _update(work: Workload, machine: Machine) -> float:
-    cfg, replicas = work.config, work.config.parallel.replicate
+    cfg = work.config
+    replicas = work.config.parallel.replicate
     gathers = 2 if cfg.parallel.reshard_after_forward else 1
     compute = exchange = launches = 0.0
     for shape, outputs in _outputs(work):

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 def workload(setup: Setup) -> Workload:
     """The workload of a run that this process is about to start."""
-    cfg, cpu = setup.config, setup.ranks.device.type == "cpu"
+    cfg = setup.config
+    cpu = setup.ranks.device.type == "cpu"
     critic_shape = None
     if cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own":
         from nlgrpo.training import critic
@@ -58,7 +59,8 @@ def _gpu_memory(device: torch.device) -> float:
 
 def show(setup: Setup) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
-    cfg, ranks = setup.config, setup.ranks
+    cfg = setup.config
+    ranks = setup.ranks
     steps = f"{cfg.train.steps} steps"
     if known := len(setup.prompts.all()):
         steps += f", {cfg.train.steps * cfg.rollout.prompts / known:.1f} epochs"
@@ -96,8 +98,10 @@ def _evaluation(setup: Setup) -> str:
 
 def check_memory(setup: Setup) -> None:
     """Raise UserError if the plan needs more memory than this rank has, unless train.check_memory is false."""
-    device, work = setup.ranks.device, workload(setup)
-    machine, ranks = host_memory.of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = setup.ranks.device
+    work = workload(setup)
+    machine = host_memory.of_machine()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = math.inf if machine is None else machine[0] / ranks
     if device.type == "cuda":
         advice.check_host(work, host)
@@ -138,7 +142,8 @@ def adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
     """Row for the adapters; none without."""
     if adapter is None:
         return {}
-    trained, names = lora.count(adapter, shape), [*lora.targets(adapter, shape), *adapter.modules_to_save]
+    trained = lora.count(adapter, shape)
+    names = [*lora.targets(adapter, shape), *adapter.modules_to_save]
     start = f", continuing {adapter.path}" if adapter.path else ""
     share = f"{trained:,} trained parameters, {trained / shape.parameters:.2%} of the model{start}"
     return {"adapters": f"LoRA of rank {adapter.rank} on {', '.join(names)}, scaled by {adapter.scaling:g}: {share}"}
@@ -146,7 +151,8 @@ def adapter_row(adapter: LoraConfig | None, shape: Shape) -> dict[str, str]:
 
 def engine_row(work: Workload) -> dict[str, str]:
     """Row for vLLM; none for nlgrpo's engine."""
-    vllm, ahead = work.config.vllm, work.config.rollout.ahead
+    vllm = work.config.vllm
+    ahead = work.config.rollout.ahead
     if work.engine == "servers":
         number = len(vllm.servers)
         early = f", up to {ahead} step{'s' * (ahead > 1)} ahead" * (ahead > 0)
@@ -160,7 +166,8 @@ def engine_row(work: Workload) -> dict[str, str]:
 
 
 def _online_rows(setup: Setup) -> dict[str, str]:
-    loss, rewards = setup.config.loss, setup.config.rewards
+    loss = setup.config.loss
+    rewards = setup.config.rewards
     terms = [
         f"{r.weight:g} {setup.objective.objectives[n]}({f'{r.transform} of {n}' if r.transform else n})"
         for n, r in rewards.items()
@@ -180,7 +187,9 @@ def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
     """Rows for the loss and the data of an offline algorithm."""
     from nlgrpo.losses.preference import bonbon_margin
 
-    K, n, beta = samples.rewards.shape[1], cfg.offline.n, f"{cfg.loss.beta:g}"
+    K = samples.rewards.shape[1]
+    n = cfg.offline.n
+    beta = f"{cfg.loss.beta:g}"
     alpha = samples.config.alpha or 0.0
     terms = [f"{r.weight:g} {name}" for name, r in cfg.rewards.items() if r.weight]
     formula = {
@@ -206,7 +215,9 @@ def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
 
 
 def _step(cfg: Config, world: int) -> str:
-    P, M, n = cfg.rollout.prompts, cfg.rollout.samples, cfg.offline.n
+    P = cfg.rollout.prompts
+    M = cfg.rollout.samples
+    n = cfg.offline.n
     if cfg.loss.offline:
         unit = "pairs, minus those with equal rewards" if cfg.loss.paired else "chosen samples"
         per_set = n * (n - 1) // 2 if cfg.loss.paired and cfg.offline.rejected == "all" else 1

@@ -124,7 +124,9 @@ def _loss(work: Workload) -> Uses:
 
 def _in_the_head(work: Workload) -> float:
     """A block of logits, and the gradient of the head: that of several blocks is summed in float32."""
-    size, head, vocab = work.compute.itemsize, _trained_head(work), work.shape.vocab
+    size = work.compute.itemsize
+    head = _trained_head(work)
+    vocab = work.shape.vocab
     rows = logits_rows(work)
     wide = max(4, size) if rows < work.targets else size
     block = logits(work)
@@ -135,9 +137,12 @@ def _in_the_head(work: Workload) -> float:
 
 def _backward(work: Workload, done: int) -> Uses:
     """The backward pass of a block after that of ``done`` others."""
-    size, stored, tokens = work.compute.itemsize, work.stored.itemsize, work.micro_batch
+    size = work.compute.itemsize
+    stored = work.stored.itemsize
+    tokens = work.micro_batch
     layers, (kept, running) = _layers(work), _kept(work)
-    block, head = _trained_block(work), _trained_head(work)
+    block = _trained_block(work)
+    head = _trained_head(work)
     lasting = state(work, gradients=True)
     if work.micro_batches == 1 and not work.offloaded:  # only the blocks that are done have gradients
         first = 0 if work.sharded else head * stored
@@ -178,5 +183,6 @@ def logits_rows(work: Workload) -> int:
 
 def logits(work: Workload) -> float:
     """A block of logits, and in plain PyTorch the temporary tensors of one chunk of it."""
-    size, numbers = work.compute.itemsize, logits_rows(work) * work.shape.vocab
+    size = work.compute.itemsize
+    numbers = logits_rows(work) * work.shape.vocab
     return numbers * size + (0 if in_place(work) else min(numbers, CHUNK) * 3 * max(4, size))

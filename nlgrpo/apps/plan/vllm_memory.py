@@ -122,7 +122,8 @@ def _cache_on_cpu() -> float:
 def _handed_over(work: Workload) -> float:
     """Bytes of the largest parameter on its way to vLLM; one is gathered at a time."""
     outer, block = _largest(work.shape)
-    size, adapter = work.compute.itemsize, work.adapter
+    size = work.compute.itemsize
+    adapter = work.adapter
     each = _bytes_on_the_way(work)
     if adapter is None or (work.engine == "servers" and work.device != "cpu"):
         return max(outer, block) * each

@@ -120,7 +120,8 @@ class Workload:
     @property
     def columns(self) -> int:
         """Tokens of the longest completion: all ranks reserve for it, whether or not a stop id comes earlier."""
-        environment, room = self.config.environment, max(1, self.shape.context - self.prompt)
+        environment = self.config.environment
+        room = max(1, self.shape.context - self.prompt)
         if environment.id:  # a conversation of several turns
             return max(1, min(room, (environment.max_tokens or self.shape.context) - self.prompt))
         return min(self.config.rollout.max_new_tokens, room)
@@ -137,7 +138,8 @@ class Workload:
     def completions(self) -> int:
         """Completions of a step on this rank."""
         prompts = max(1, self.config.rollout.prompts // self.world)
-        loss, offline = self.config.loss, self.config.offline
+        loss = self.config.loss
+        offline = self.config.offline
         sets = self.config.rollout.samples // offline.n if loss.offline else 1
         if loss.paired and offline.rejected == "all":
             sets *= offline.n * (offline.n - 1) // 2
@@ -147,7 +149,8 @@ class Workload:
     def micro_batch(self) -> int:
         """Tokens T of the largest micro-batch, by the rules of `packing.pack`."""
         group = self.prompt + self.samples * (self.columns - 1)
-        one, limit = self.prompt + self.columns - 1, self.limit
+        one = self.prompt + self.columns - 1
+        limit = self.limit
         if group > limit.tokens:
             return max(one, min(group, max(limit)))
         groups = min(limit.tokens // group, max(1, self.completions // self.samples))
@@ -190,7 +193,8 @@ class Workload:
 
         The reference, the policy for importance weights or before several optimizer steps, and PPO's critic.
         """
-        loss, policy = self.config.loss, (self.shape, self.shape.vocab)
+        loss = self.config.loss
+        policy = (self.shape, self.shape.vocab)
         found = [policy] * (loss.has_reference + (self.updates > 1 or loss.correction != "none"))
         if loss.algorithm == "ppo":
             found.append((self.shape if self.critic is None else self.critic, 1))

@@ -145,7 +145,8 @@ def _check_rewards(runs: Sequence[_Run]) -> None:
                 f"the reward weights of {run.model.path} are {run.after.weights}, those of {first.model.path} "
                 f"{first.after.weights}; only runs with the same rewards and weights can be compared"
             )
-        ours, theirs = seeds.section(run.config, "rewards"), seeds.section(first.config, "rewards")
+        ours = seeds.section(run.config, "rewards")
+        theirs = seeds.section(first.config, "rewards")
         for name in ours.keys() & theirs.keys():
             if _meaning(seeds.section(ours, name)) != _meaning(seeds.section(theirs, name)):
                 raise UserError(
@@ -159,7 +160,8 @@ def _meaning(reward: Mapping[str, Any]) -> tuple[Any, ...]:
     try:
         target, arguments = parse_spec(reward.get("function", ""))
     except ValueError:
-        target, arguments = str(reward.get("function")), {}
+        target = str(reward.get("function"))
+        arguments = {}
     place, colon, name = target.rpartition(":") if target.rpartition(":")[0].endswith(".py") else (target, "", "")
     return _place(place) + colon + name, {k: _place(v) for k, v in arguments.items()}, reward.get("scale", 1.0)
 

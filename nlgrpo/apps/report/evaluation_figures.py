@@ -163,7 +163,8 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
     for axes, (name, n) in zip(panels, wanted, strict=True):
         found: dict[str, tuple[Estimate, Estimate]] = {}
         for model in table.models:
-            won, distance = _win_rate(table, model, name, n), table.distance(model)
+            won = _win_rate(table, model, name, n)
+            distance = table.distance(model)
             if won is not None and distance is not None:
                 found[model] = distance, won
         if n == 1:
@@ -196,10 +197,12 @@ def _scatter(
     hollow: Iterable[str] = (),
 ) -> None:
     """Draw points with text and intervals in both directions; lines join the models of a family in order."""
-    scale, hollow = (100 if percent else 1), set(hollow)
+    scale = 100 if percent else 1
+    hollow = set(hollow)
     families: dict[str, list[tuple[float, float, float]]] = {}
     for model, (x, y) in found.items():
-        look, place = looks[model], places.get(model, Place(""))
+        look = looks[model]
+        place = places.get(model, Place(""))
         (point, *_) = axes.errorbar(
             x.value,
             scale * y.value,
@@ -240,7 +243,8 @@ def _reach(estimate: Estimate, scale: float = 1) -> list[list[float]] | None:
     """Lengths of an error bar; None if there is no interval."""
     if math.isnan(estimate.low):
         return None
-    low, high = estimate.value - estimate.low, estimate.high - estimate.value
+    low = estimate.value - estimate.low
+    high = estimate.high - estimate.value
     return [[scale * max(0.0, low)], [scale * max(0.0, high)]]
 
 
@@ -278,7 +282,8 @@ def fronts(
     for axes, (a, b, n) in zip(panels, [(a, b, n) for a, b in pairs for n in ns], strict=True):
         found = {}
         for model in table.models:
-            x, y = table.at(model, a, n), table.at(model, b, n)
+            x = table.at(model, a, n)
+            y = table.at(model, b, n)
             if x is not None and y is not None:
                 found[model] = x.estimate, y.estimate
         _scatter(axes, found, looks, places, hollow=beaten(found))

@@ -233,7 +233,8 @@ def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Se
     if len(betas) > 1:
         panels.append(("KL weight", "beta", {"beta": "beta"}))
     if "logps/chosen" in names:
-        panels, colours = CHOICES[: 4 if "rewards/margins" in names else 2], {"rejected": Style(COLOURS[1])}
+        panels = CHOICES[: 4 if "rewards/margins" in names else 2]
+        colours = {"rejected": Style(COLOURS[1])}
     return [
         (title, ylabel, [(logged, name, label, colours.get(label, Style())) for name, label in series.items()])
         for title, ylabel, series in panels
@@ -335,7 +336,8 @@ def _lengths_of_models(
     figure: Figure, places: Sequence[Any], models: Mapping[str, EvaluationSamples], targets: Sequence[float]
 ) -> None:
     max_length = max(s.max_length for s in models.values())
-    edges, labels = _edges(max_length), list(models)
+    edges = _edges(max_length)
+    labels = list(models)
     panels = [figure.add_subplot(place) for place in places]
     for i, (label, sampled) in enumerate(models.items()):
         for axes in panels if i == 0 else [panels[(i - 1) % len(panels)]]:

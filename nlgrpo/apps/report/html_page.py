@@ -187,7 +187,8 @@ def stacked(first: str, second: str = "") -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], *, filters: Sequence[str] = (), kind: str = "") -> str:
     """A scrollable table, sortable if ``kind`` is "sorts"; ``filters`` are columns with a selection box."""
-    lines, numbers = [], set[int]()
+    lines = []
+    numbers = set[int]()
     for row in rows:
         numbers |= {i for i, cell in enumerate(row) if cell.number}
         lines.append(f"<tr>{''.join(map(_cell, row))}</tr>")

@@ -125,7 +125,8 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
     The token is that of ``hf auth login`` or HF_TOKEN. Creates the repository if it is not there. Raises UserError as
     `exported`, and for what the Hub refuses.
     """
-    folder, card = exported(run), model_card(run, repository)
+    folder = exported(run)
+    card = model_card(run, repository)
     if not (run / report.FILE).is_file():
         report.write_report(run)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}

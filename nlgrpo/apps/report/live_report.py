@@ -93,7 +93,8 @@ class LiveReport:
         seen = self._fingerprint()
         if seen == self._seen:
             return False
-        there, fault = [folder for folder in self.folders if _files(folder)], ""
+        there = [folder for folder in self.folders if _files(folder)]
+        fault = ""
         try:
             path = report.write_report(there, self.folder / report.FILE) if there else None
             self.page = self.page if path is None else path.read_bytes()
@@ -101,13 +102,15 @@ class LiveReport:
             fault = str(error)
         if fault:
             self.page = f"<p>{html.escape(fault)}</p>".encode()
-        self._seen, self._waiting = seen, tuple(folder for folder in self.folders if folder not in there)
+        self._seen = seen
+        self._waiting = tuple(folder for folder in self.folders if folder not in there)
         self.version += 1
         return True
 
     def lines(self) -> list[str]:
         """One line for each run: the step and when it was logged, or that it is not there yet."""
-        now, lines = time.time(), [f"waiting for {folder}" for folder in self._waiting]
+        now = time.time()
+        lines = [f"waiting for {folder}" for folder in self._waiting]
         for folder in self.folders:
             for path in sorted({folder / run_files.METRICS_FILE, *folder.glob(f"*/{run_files.METRICS_FILE}")}):
                 if path.is_file():

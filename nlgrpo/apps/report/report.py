@@ -76,14 +76,16 @@ class _Report:
     """Builds the sections of the page from the loaded data."""
 
     def __init__(self, found: ReportData, out: Path) -> None:
-        self.found, self.out = found, out
+        self.found = found
+        self.out = out
         self.one = (
             found.models[0] if len(found.models) == 1 and found.models[0].settings == found.models[0].label else None
         )
         self.names = self._names()
         self.looks = self._looks()
         configs = {m.label: found.settings[m.settings].config for m in found.models if m.settings == m.label}
-        self.differing, self.places = config_diff.columns(configs), config_diff.places(configs)
+        self.differing = config_diff.columns(configs)
+        self.places = config_diff.places(configs)
 
     def _names(self) -> dict[str, str]:
         """Legend names by label, for labels with another name in legends."""
@@ -124,7 +126,8 @@ class _Report:
         return "bootstrap over prompts" + "; over prompts and seeds where there are several" * several
 
     def facts(self) -> list[str]:
-        models, facts = self.found.models, []
+        models = self.found.models
+        facts = []
         if len(models) != 1:
             facts.append(f"{len(models)} models")
         if any(model.logged for model in models) or self.one:
@@ -135,7 +138,9 @@ class _Report:
 
     def pictures(self) -> dict[str, str]:
         """HTML of the figures that have data, by title."""
-        found, looks, places = self.found, self._renamed(self.looks), self._renamed(self.places)
+        found = self.found
+        looks = self._renamed(self.looks)
+        places = self._renamed(self.places)
         renamed = [replace(entry, model=self.names.get(entry.model, entry.model)) for entry in found.entries]
         table = evaluation_figures.Table(renamed)
         sampled = self._renamed(found.sampled)
@@ -250,7 +255,8 @@ class _Report:
         return html_page.table(heads, rows, filters=heads[:3], kind="sorts") + html_page.soft(about) if rows else ""
 
     def _row(self, entry: Entry) -> list[Cell]:
-        e, p = entry.estimate, entry.p_value
+        e = entry.estimate
+        p = entry.p_value
         return [
             self._named(entry.model),
             html_page.text(entry.quantity),

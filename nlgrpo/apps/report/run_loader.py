@@ -108,7 +108,8 @@ def read_runs(folders: Sequence[Path | str], *, join_seeds: bool = True) -> Repo
     With ``join_seeds``, finished runs that differ in the seed only are one model. Raises UserError for a folder of
     another kind.
     """
-    found, taken = ReportData(), set[str]()
+    found = ReportData()
+    taken = set[str]()
     several = len(folders) > 1
     for text in folders:
         given, folder = split_label(str(text))

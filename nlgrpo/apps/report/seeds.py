@@ -110,7 +110,8 @@ def differences(first: Setting, others: Sequence[Setting], ns: Sequence[int], wh
         seeds = common if paired else None
         ours, theirs = (setting.values(ns, seeds).masked_fill(~where, math.nan) for setting in (first, other))
         if not paired:
-            ours, theirs = ours.mean(0, keepdim=True), theirs.mean(0, keepdim=True)
+            ours = ours.mean(0, keepdim=True)
+            theirs = theirs.mean(0, keepdim=True)
         for i, n in enumerate(ns):
             there = ~(ours[:, i] - theirs[:, i]).isnan().any(0)
             if there.sum() < 2:

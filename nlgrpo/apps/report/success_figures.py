@@ -20,8 +20,11 @@ from nlgrpo.training.evaluation_summary import binary_rewards
 # Shares of a prompt's samples that are right, from none to all, and the colour of each group of prompts.
 GROUPS = ("never", "up to 1/4", "up to 1/2", "up to 3/4", "more", "always")
 SHADES = (GREY, "#cfe1f2", "#93c3df", "#4b97c9", "#1764ab", "#08306b")
-RIGHT, WRONG = "#0072B2", "#D55E00"
-MODELS, MAZES = 4, 2  # most models and mazes whose walks are drawn
+RIGHT = "#0072B2"
+WRONG = "#D55E00"
+# most models and mazes whose walks are drawn
+MODELS = 4
+MAZES = 2
 SPREAD = 0.5  # of the walks of one maze, in squares, so that equal ones are seen
 
 

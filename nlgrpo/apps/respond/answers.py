@@ -36,7 +36,8 @@ class Answer:
 
     def events(self) -> Iterator[str]:
         """Server-sent events: the chosen responses word by word, then their finish reasons and scores."""
-        head, usage = self._head(streamed=True), self.request.stream_options
+        head = self._head(streamed=True)
+        usage = self.request.stream_options
         asked = {"usage": None} if usage is not None and usage.include_usage else {}
         for i, response in enumerate(self.responses):
             if self.chat:

@@ -45,7 +45,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
 
     def response(self) -> JSONResponse:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -70,7 +73,9 @@ class Service:
     """Turns requests into jobs, and waits for their responses."""
 
     def __init__(self, batcher: Batcher, name: str, limits: ServerLimits) -> None:
-        self.batcher, self.name, self.limits = batcher, name, limits
+        self.batcher = batcher
+        self.name = name
+        self.limits = limits
         self.encoding = asyncio.Semaphore(ENCODING)
 
     @property
@@ -115,7 +120,8 @@ class Service:
 
     def _sampling(self, request: Request) -> Sampling:
         """Sampling options of a request, with the server's for those that it does not set."""
-        default, tokens = self.responder.sampling, request.tokens
+        default = self.responder.sampling
+        tokens = request.tokens
         if tokens is not None and tokens > default.max_new_tokens:
             raise ApiError(
                 400, f"max_tokens = {tokens}: this server generates at most {default.max_new_tokens} tokens",
@@ -143,7 +149,9 @@ class Service:
     async def _respond(
         self, request: Request, prompts: Sequence[Prompt], ids: list[list[int]], http: HttpRequest, *, chat: bool
     ) -> Response:
-        sampling, choices, chooser = self._sampling(request), range(request.n), self.responder.chooser
+        sampling = self._sampling(request)
+        choices = range(request.n)
+        chooser = self.responder.chooser
         if request.stops and chooser is not None and chooser.how == VALUE:
             raise ApiError(
                 400, "stop: this server chooses by a value, which belongs to the whole text", "invalid_value", "stop"
@@ -272,7 +280,8 @@ class Gate:
     """Checks the key, and reads the body up to its limit, before the application sees a request."""
 
     def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
-        self.app, self.limits = app, limits
+        self.app = app
+        self.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -59,7 +59,9 @@ class Batcher:
     def __init__(self, responder: Responder, seed: int = 0, max_queue: int = 256) -> None:
         if isinstance(responder, Responder):
             responder = replace(responder, scoring=self._scoring)
-        self.responder, self.seed, self.max_queue = responder, seed, max_queue
+        self.responder = responder
+        self.seed = seed
+        self.max_queue = max_queue
         self.model = threading.Lock()  # held by the thread that uses the model
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()
@@ -89,7 +91,8 @@ class Batcher:
         """Refuse new jobs, fail the waiting ones with `Closed`, and return whether the running batches have ended."""
         with self.changed:
             self.closed = True
-            jobs, self.waiting = list(self.waiting), deque()
+            jobs = list(self.waiting)
+            self.waiting = deque()
             self.changed.notify_all()
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
@@ -150,7 +153,8 @@ class Batcher:
             if not self.waiting:
                 return []
             first = self.waiting[0]
-            chosen, rows = list[Job](), 0
+            chosen = list[Job]()
+            rows = 0
             for job in self.waiting:
                 if (job.sampling, job.stop) != (first.sampling, first.stop):
                     continue

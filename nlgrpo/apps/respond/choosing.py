@@ -20,7 +20,8 @@ from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.reward_functions import Reward
 
-VALUE, MAJORITY = "value", "majority"
+VALUE = "value"
+MAJORITY = "majority"
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,8 @@ def generate(arguments: Sequence[str]) -> int:
     batch = _prompts(options, responder)
     if responder.chooser is not None and responder.chooser.reward is not None:
         reward_functions.check_columns([responder.chooser.reward], list(batch.columns))
-    total, start = Cost(), perf_counter()
+    total = Cost()
+    start = perf_counter()
     per_prompt = 1 if options.chooses else options.samples or 1
     identity = "" if options.out is None else _identity(options, responder, batch)
     with nullcontext() if options.out is None else LineFile(options.out, identity, per_prompt) as lines:
@@ -223,7 +224,8 @@ def _shown(row: dict[str, Any], responder: Responder) -> str:
 
 
 def _summary(responder: Responder, cost: Cost, seconds: float) -> str:
-    procedure, speed = responder.procedure, cost.tokens / max(seconds, 1e-9)
+    procedure = responder.procedure
+    speed = cost.tokens / max(seconds, 1e-9)
     if not isinstance(procedure, Search):
         return f"{procedure}: {cost.tokens:,} tokens sampled, {speed:,.0f} tokens/s"
     searched = f"{procedure.beams} beams x {procedure.successors} chunks of {procedure.chunk} tokens"

@@ -22,7 +22,8 @@ class LineFile:
     """
 
     def __init__(self, path: Path, identity: str, together: int = 1) -> None:
-        self.path, self.partial = path, path.with_name(path.name + ".partial")
+        self.path = path
+        self.partial = path.with_name(path.name + ".partial")
         if path.exists():
             self._remove_leftover()
             raise UserError(f"{path} exists; remove it or choose another file")
@@ -51,7 +52,8 @@ class LineFile:
             if not found.startswith(first):
                 self.file.write(first)
                 self.file.flush()
-        self.start, self.lines = len(first), len(lines)
+        self.start = len(first)
+        self.lines = len(lines)
 
     def _remove_leftover(self) -> None:
         """Remove the partial file of work that was killed just after it had written its result."""

@@ -150,7 +150,8 @@ class ResponderOptions:
         trained = as_trained.read_as_trained(source) if self.as_trained else None
         sampling = self.sampling(stop_ids_of(tokenizer, source), trained)
         chooser = self._chooser(procedure, device, isolated)
-        model, native = self._model(source, dtype, device, count_tokens(tokenizer)), self.engine == "nlgrpo"
+        model = self._model(source, dtype, device, count_tokens(tokenizer))
+        native = self.engine == "nlgrpo"
         notes = [f"{self.model}{note}"] if native and (note := transformers_backend.note(source)) else []
         if trained is not None:
             notes.append(f"{self.model}: {self._as_trained(trained)}")

@@ -120,7 +120,8 @@ def _sampled(scores: Sequence[float], tau: float, noise: float) -> int:
     """Sample an index in proportion to e^(score / tau) by inverting the CDF at ``noise``."""
     largest = max(scores)
     weights = [math.exp((score - largest) / tau) for score in scores]
-    target, total = noise * math.fsum(weights), 0.0
+    target = noise * math.fsum(weights)
+    total = 0.0
     for i, weight in enumerate(weights):
         total += weight
         if target < total:

@@ -105,7 +105,8 @@ class Responder:
     add_bos: bool | None = None
 
     def __post_init__(self) -> None:
-        procedure, chooser = self.procedure, self.chooser
+        procedure = self.procedure
+        chooser = self.chooser
         if isinstance(procedure, Search):
             if not isinstance(self.model, Decoder | TransformersModel):
                 raise UserError("a guided search needs a model of nlgrpo or transformers, not another engine")
@@ -169,7 +170,8 @@ class Responder:
             scored, sampled = self._rewind(batch, self.procedure.rewind, sampling, stop, seed)
         else:
             found = self._draw(self.model, batch, self.procedure.samples, sampling, seed)
-            scored, sampled = self._scored(batch, found, stop, self.chooser), list(map(_tokens, found))
+            scored = self._scored(batch, found, stop, self.chooser)
+            sampled = list(map(_tokens, found))
         responses = self._choose(batch, scored, seed)
         each = [replace(response, sampled=tokens) for response, tokens in zip(responses, sampled, strict=True)]
         return each, Cost(tokens=sum(sampled))
@@ -197,7 +199,8 @@ class Responder:
         """Sample candidates one at a time until one reaches the threshold of its prompt; also count the tokens."""
         references = self._draw(self.reference or self.model, batch, self.reference_samples, sampling, seed ^ REFERENCE)
         thresholds = self._thresholds(batch, again, self._scored(batch, references, stop, self.chooser))
-        sampled, scored = list(map(_tokens, references)), [list[Scored]() for _ in batch.ids]
+        sampled = list(map(_tokens, references))
+        scored = [list[Scored]() for _ in batch.ids]
         waiting = list(range(len(batch.ids)))
         for draw in range(again.most):
             rest = batch.only(waiting)
@@ -236,7 +239,8 @@ class Responder:
         cut = [
             [self._cut(start, one, next(texts), stop) for one in own] for start, own in zip(before, found, strict=True)
         ]
-        candidates, kept = [[one for one, _ in own] for own in cut], [[text for _, text in own] for own in cut]
+        candidates = [[one for one, _ in own] for own in cut]
+        kept = [[text for _, text in own] for own in cut]
         scores = [[math.nan] * len(own) for own in found]
         if chooser is not None:
             with self.scoring():
@@ -257,7 +261,8 @@ class Responder:
             return any(string in part for string in stop)
 
         count = bisect_left(range(len(candidate.tokens)), True, key=stopped)
-        tokens, logprobs = candidate.tokens[:count], candidate.logprobs[:count]
+        tokens = candidate.tokens[:count]
+        logprobs = candidate.logprobs[:count]
         return replace(candidate, tokens=tokens, logprobs=logprobs, finished=True), text[: min(ends)]
 
     def _choose(self, batch: Batch, scored: Sequence[list[Scored]], seed: int) -> list[Response]:

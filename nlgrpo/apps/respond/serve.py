@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
             notes.append(f"{address} is reachable from other machines, and no API key is set ({KEY} or --api-key)")
         for note in notes:
             print(note, file=sys.stderr)
-        name, how = options.name or options.model, responder.chooser.how if responder.chooser is not None else "nothing"
+        name = options.name or options.model
+        how = responder.chooser.how if responder.chooser is not None else "nothing"
         shown = f"[{address}]" if ":" in address else address
         print(f"serving {name!r}: {responder.procedure}, chosen by {how}, on http://{shown}:{port}/v1", flush=True)
         limits = app.ServerLimits(options.max_choices, options.max_body, key)

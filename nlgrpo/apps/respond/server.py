@@ -47,7 +47,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, batcher: Batcher, grace: float) -> None:
         super().__init__(config)
-        self.batcher, self.grace = batcher, grace
+        self.batcher = batcher
+        self.grace = grace
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

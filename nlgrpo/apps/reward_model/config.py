@@ -101,7 +101,9 @@ def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:
 
 def check_reward_model_config(cfg: RewardModelConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
-    need, data, train = partial(need_of, cfg), cfg.data, cfg.train
+    need = partial(need_of, cfg)
+    data = cfg.data
+    train = cfg.train
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     refuse(
         [

@@ -69,7 +69,8 @@ class RewardModelTrainer(ScalarHeadTrainer):
 
     def batches(self, pairs: PairSet, rows: Sequence[int]) -> list[PairBatch]:
         """Pack this rank's share of the pairs ``rows`` into micro-batches, the same number on every rank."""
-        share, device = rows[self.ranks.share(len(rows))], self.ranks.device
+        share = rows[self.ranks.share(len(rows))]
+        device = self.ranks.device
         packed = pack_pairs(pairs.chosen, pairs.rejected, share, self.micro_batch_limit.tokens, self.pad, device)
         return self.pad_micro_batches(packed, empty_pair_batch)
 
@@ -93,7 +94,8 @@ class RewardModelTrainer(ScalarHeadTrainer):
         margins = margins + self.config.loss.margin
         for batch in accumulated(self.model, self.batches(self.pairs, rows)):
             chosen, rejected = reward_model.scores(self.model, batch)
-            margin, centering = margins[batch.row].to(chosen), self.config.loss.centering
+            margin = margins[batch.row].to(chosen)
+            centering = self.config.loss.centering
             losses = bradley_terry_loss(chosen, rejected, margin, centering=centering)
             yield losses.sum() / len(rows)
             tokens = sum(len(self.pairs.chosen[i]) + len(self.pairs.rejected[i]) for i in batch.row.tolist())
@@ -117,7 +119,8 @@ class _Totals:
     def add(self, losses: Tensor, chosen: Tensor, rejected: Tensor, tokens: int) -> None:
         if not len(losses):
             return
-        both, margin = torch.cat([chosen, rejected]).double(), (chosen - rejected).double()
+        both = torch.cat([chosen, rejected]).double()
+        margin = (chosen - rejected).double()
         right = ((margin > 0).double() + (margin >= 0).double()) / 2
         parts = [losses.double().sum(), right.sum(), margin.sum(), both.sum()]
         self.sums += torch.stack([*parts, *self.sums.new_tensor([len(losses), tokens])])
@@ -194,7 +197,8 @@ def load_pairs(
 
 def plan(run: RewardModelTrainer) -> Table:
     """Return the plan as a table; ``--dry-run`` prints it and stops."""
-    cfg, shape = run.config, run.model.shape
+    cfg = run.config
+    shape = run.model.shape
     count = sum(p.numel() for p in run.model.parameters())
     head = "the head of the classifier" if run.loaded_head else f"a new head, seed {cfg.train.seed}"
     terms = ["-log sigmoid(r_chosen - r_rejected" + (f" - {cfg.loss.margin:g}" if cfg.loss.margin else "") + ")"]

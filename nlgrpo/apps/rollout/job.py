@@ -145,7 +145,8 @@ def roll_out(job: Job, draws: RolloutCollector) -> Throughput | None:
     if len(missing) < len(draws.chunks):
         job.queue.console.print(f"{len(draws.chunks) - len(missing)} of {len(draws.chunks)} files are already done")
     title = "completions and rewards, files"
-    ranks, undrawn = job.queue.ranks, any(not draws.drawn(chunk) for chunk in missing)
+    ranks = job.queue.ranks
+    undrawn = any(not draws.drawn(chunk) for chunk in missing)
     with loaded(draws, job.engine, job.cfg.vllm, ranks, missing=undrawn) as engine:
         finished = job.queue.work(title, missing, lambda chunk: _draw_and_score(job, draws, engine, chunk, drawn))
     total = drawn.over(job.queue.ranks)
@@ -156,7 +157,8 @@ def _draw_and_score(
     job: Job, draws: RolloutCollector, engine: Callable[[], Engine], chunk: Batch, drawn: Throughput
 ) -> None:
     if not draws.drawn(chunk):
-        loaded, start = engine(), perf_counter()
+        loaded = engine()
+        start = perf_counter()
         drawn.tokens += int(draws.draw(loaded, chunk).lengths.sum())
         drawn.seconds += perf_counter() - start
     draws.score(chunk, _unscored(job, draws, chunk))

@@ -89,7 +89,9 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
 
 def plan(job: Job) -> Table:
     """Build the table that describes the job."""
-    sampling, P, K = job.origin.sampling, len(job.batch.ids), job.sampler.samples
+    sampling = job.origin.sampling
+    P = len(job.batch.ids)
+    K = job.sampler.samples
     filters = [f", {name} {getattr(sampling, name):g}" for name in ("top_k", "top_p", "min_p")]
     rows = {
         "reference": f"{job.cfg.model.path}, computes in {str(job.dtype).removeprefix('torch.')}"

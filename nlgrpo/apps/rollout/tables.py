@@ -62,7 +62,8 @@ def _all_equal(rewards: Tensor) -> Tensor:
 
 def _ties(rewards: Tensor) -> Tensor:
     """Share of the ordered pairs of two samples that have the same reward."""
-    ordered, K = rewards.sort(1).values, rewards.shape[1]
+    ordered = rewards.sort(1).values
+    K = rewards.shape[1]
     below = torch.searchsorted(ordered, ordered, right=False)
     upto = torch.searchsorted(ordered, ordered, right=True)
     return (upto - below - 1).double().sum(1) / (K * (K - 1))
@@ -79,7 +80,8 @@ def table(rollouts: ReferenceRollouts) -> Table:
         numbers = [f"{s.mean:.4f}", f"{s.std:.4f}", f"{s.std_in_prompt:.4f}", f"{s.zero_std:.1%}", f"{s.ties:.1%}"]
         lone = f"\n{P - s.compared:,} prompts with fewer\nthan 2 left out within" * (s.compared < P)
         out.add_row(Text(name), *("-" if "nan" in text else text for text in numbers), f"{s.abstained:,}{lone}")
-    length, cut = rollouts.lengths.double().mean().item(), (~rollouts.finished).double().mean().item()
+    length = rollouts.lengths.double().mean().item()
+    cut = (~rollouts.finished).double().mean().item()
     out.caption_justify = "left"
     out.caption = (
         f"{length:.1f} tokens per completion, {cut:.1%} truncated at {rollouts.index.origin.sampling.max_new_tokens}; "

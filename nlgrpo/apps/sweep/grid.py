@@ -26,7 +26,9 @@ NOT_SWEPT = {
     "train.out": "every point has its own folder; --out names the folder of the sweep",
     "train.restart": "remove the folder of a point to restart it",
 }
-LONGEST_PART, LONGEST_NAME = 60, 120  # maximum characters of one key=value, and of a folder's name
+# maximum characters of one key=value, and of a folder's name
+LONGEST_PART = 60
+LONGEST_NAME = 120
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -40,9 +42,13 @@ def split(text: str) -> list[str]:
     """
     if "," not in text:
         return [text]
-    parts, start, depth, quote = [], 0, 0, ""
+    parts = []
+    start = 0
+    depth = 0
+    quote = ""
     for found in re.finditer(r"\\.|[,'\"()\[\]{}]", text, re.DOTALL):
-        mark, at = found[0], found.start()
+        mark = found[0]
+        at = found.start()
         if quote:
             quote = "" if mark == quote else quote
         elif mark in ("'", '"') and (depth > 0 or not text[start:at].strip()):
@@ -92,7 +98,8 @@ def read_grid(arguments: Sequence[str]) -> Command:
     Raises UserError for an option that is given twice, also as a switch, and for values not separated by commas.
     """
     first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    start, options = list(arguments[:first]), dict[str, list[str]]()
+    start = list(arguments[:first])
+    options = dict[str, list[str]]()
     seen = set[str]()
     for key, parts in _options(arguments[first:]):
         if canonical(key) in seen:
@@ -127,7 +134,8 @@ def _values(key: str, parts: Sequence[str]) -> list[str]:
         return [f"[{','.join(parts)}]"]
     values = split(parts[0])
     if is_list and len(values) > 1 and not all(value[0] + value[-1] in ("[]", "()") for value in values):
-        one, several = f"[{','.join(values)}]", ",".join(f"[{value}]" for value in values)
+        one = f"[{','.join(values)}]"
+        several = ",".join(f"[{value}]" for value in values)
         raise UserError(f"--{key} is a list: write {one} for one value, {several} for {len(values)}")
     return values
 
@@ -214,7 +222,8 @@ def _override(config: Config, key: str, text: str) -> tuple[str, Any]:
     """Return a key's name in the configuration, and its value as JSON stores it."""
     if key == OBJECTIVE:
         return OBJECTIVE, text
-    names, at = [], config
+    names = []
+    at = config
     for part in key.split("."):
         inner = at if isinstance(at, dict) else vars(at)
         names.append(next(name for name in inner if dashed(name) == dashed(part)))
@@ -229,7 +238,8 @@ def short_names(keys: Sequence[str]) -> list[str]:
     """Shorten dotted names to distinct endings; a reward's key keeps the reward's name."""
     found = []
     for key in keys:
-        parts, others = key.split("."), [f".{other}" for other in keys if other != key]
+        parts = key.split(".")
+        others = [f".{other}" for other in keys if other != key]
         ends = [".".join(parts[i:]) for i in range(len(parts) - (2 if parts[0] == "rewards" else 1), -1, -1)]
         found.append(next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key))
     return found

@@ -20,12 +20,14 @@ def run(line: Sequence[str], log: str, environment: Mapping[str, str], nodes: in
     A signal is passed on once as SIGTERM, on which the run saves and stops; the result is then -SIGTERM, whatever
     status torchrun has. The nodes of a job meet at the first one.
     """
-    node, settings = 0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_SECONDS), **environment}
+    node = 0
+    settings = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_SECONDS), **environment}
     if nodes > 1:
         import submitit
 
         place = submitit.JobEnvironment()
-        node, number = place.global_rank, int(place.job_id.split("_")[0])
+        node = place.global_rank
+        number = int(place.job_id.split("_")[0])
         settings |= {"PET_RDZV_ENDPOINT": f"{place.hostnames[0]}:{20000 + number % 10000}"}
         settings |= {"PET_RDZV_ID": str(number)}  # torchrun reads PET_<option>
     path = Path(log)
@@ -34,7 +36,8 @@ def run(line: Sequence[str], log: str, environment: Mapping[str, str], nodes: in
 
 
 def _with_signals(line: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
-    received, processes = list[int](), list[subprocess.Popen[bytes]]()
+    received = list[int]()
+    processes = list[subprocess.Popen[bytes]]()
 
     def forward(number: int, frame: FrameType | None) -> None:
         if processes and not received:

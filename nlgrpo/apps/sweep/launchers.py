@@ -76,7 +76,8 @@ def command(arguments: Sequence[str], ranks: int, nodes: int = 1) -> list[str]:
 
 def visible_gpus() -> list[str]:
     """Names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (named.split(",") if named else [str(i) for i in range(count)])[:count]
 
 

@@ -127,14 +127,16 @@ class SweepRunner:
         """Run the unfinished points in this order. Returns whether a signal stopped the sweep early."""
         todo = to_run([point for _, point in points], retry)
         say(f"{self.manifest.folder}: {len(points)} points, {len(todo)} to run")
-        slots, ended = SimpleQueue[int](), list[Point]()
+        slots = SimpleQueue[int]()
+        ended = list[Point]()
         for slot in range(self.jobs):
             slots.put(slot)
 
         def run(number: int, point: Point) -> None:
             if self.stop.received or self.broken:
                 return
-            slot, label = slots.get(), f"[{number}/{len(todo)}] {point.name}"
+            slot = slots.get()
+            label = f"[{number}/{len(todo)}] {point.name}"
             try:
                 say(f"{label}: {'resumes' if point.folder.exists() else 'starts'}")
                 self._run(next(setting for setting, other in points if other is point), point, slot)
@@ -163,7 +165,8 @@ class SweepRunner:
     def _run(self, setting: Setting, point: Point, slot: int) -> None:
         """Run one point to its end, or until it has saved a checkpoint after a signal."""
         arguments = ["train", *setting.arguments, f"--train.out={point.folder}"]
-        start, again = time.monotonic(), True
+        start = time.monotonic()
+        again = True
         while again:
             first = point.log.stat().st_size if point.log.exists() else 0
             run = self.launcher.start(arguments, point, slot)
@@ -188,7 +191,9 @@ class SweepRunner:
 
     def _note(self, point: Point, state: State, status: int | None = None, error: str = "") -> None:
         with self.writes:
-            point.state, point.status, point.error = state, status, error
+            point.state = state
+            point.status = status
+            point.error = error
             self.manifest.write()
 
     def _wait(self, run: Running, point: Point) -> int:

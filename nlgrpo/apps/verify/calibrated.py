@@ -15,7 +15,9 @@ from scipy.integrate import cumulative_simpson
 from torch import Tensor
 
 S = np.linspace(0.0, 1.0, 40_001)[1:-1]
-U, W = np.sin(np.pi * S / 2) ** 2, np.cos(np.pi * S / 2) ** 2  # u and 1 - u, both exact near 0
+# u and 1 - u, both exact near 0
+U = np.sin(np.pi * S / 2) ** 2
+W = np.cos(np.pi * S / 2) ** 2
 SLOPE = np.pi / 2 * np.sin(np.pi * S)  # du / ds
 
 

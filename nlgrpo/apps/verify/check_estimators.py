@@ -108,11 +108,13 @@ def unbiased(quick: bool) -> Proof:
     tested["Rao and DPP diversity"] = [
         (case, case.objective.fewest + more) for case in diversities() for more in (0, 1)
     ]
-    results, text = [], f"(N, M) = {', '.join(f'({n}, {M})' for n, M in sizes)}, all baselines"
+    results = []
+    text = f"(N, M) = {', '.join(f'({n}, {M})' for n, M in sizes)}, all baselines"
     for name, pairs in tested.items():
         errors = [_biases(case, values, FOUR, M) for case, M in pairs for values in case.values]
         for what, error in zip(("gradient", "value"), map(max, zip(*errors, strict=True)), strict=True):
-            claim, note = f"{name}: the {what} is unbiased", text if name == "BestOfN" and what == "gradient" else ""
+            claim = f"{name}: the {what} is unbiased"
+            note = text if name == "BestOfN" and what == "gradient" else ""
             results.append(
                 Result(claim, "max@k, U-statistics", "largest relative bias", error, at_most=1e-12, note=note)
             )
@@ -124,7 +126,8 @@ def _biases(case: Case, values: Tensor, probs: Tensor, M: int) -> tuple[float, f
     atoms, chance = tabular.all_groups(probs, M)
     seen = tabular.seen(values, atoms)
     advantages = [case.objective.advantage(seen, baseline) for baseline in BASELINES]
-    truth, value = case.gradient(values, probs), case.truth(values, probs)
+    truth = case.gradient(values, probs)
+    value = case.truth(values, probs)
     steps = [_relative(tabular.expected_gradient(atoms, chance, A, probs), truth) for A in advantages]
     expected = (chance * case.objective.value(seen)).sum()
     return max(steps), (abs(expected - value) / abs(value)).item()
@@ -138,7 +141,8 @@ def plugin(quick: bool) -> Proof:
     """Measure the bias of the plug-in gradient over all groups of M, and its order of decay in M at the largest M."""
     sizes = [16, 32, 64] if quick else [8, 16, 32, 64, 128]
     counted = {M: tabular.all_counts(THREE, M) for M in sizes}
-    results, drawn = [], {}
+    results = []
+    drawn = {}
     for case in cases(THREE_REWARDS):
         # skip functionals with zero gradient, such as CVaR if the lowest value has more mass than alpha
         moving = [values for values in case.values if case.gradient(values, THREE).norm() > 1e-12]
@@ -172,7 +176,8 @@ def first_variations(quick: bool) -> Proof:
         "linearize equals the slope along mixtures": (_mixture_error(c, v, towards) for c, v in tested),
         "value equals the functional": (_value_error(c, v) for c, v in tested),
     }
-    bounds, sources = (1e-11, 1e-8, 1e-12), ("Prop. 4.2, 4.3", "Def. 4.1", "Sec. 3, C")
+    bounds = (1e-11, 1e-8, 1e-12)
+    sources = ("Prop. 4.2, 4.3", "Def. 4.1", "Sec. 3, C")
     results = []
     for (claim, errors), bound, source in zip(measured.items(), bounds, sources, strict=True):
         error, worst = max(zip(errors, (case.objective.name for case, _ in tested), strict=True))
@@ -184,7 +189,8 @@ def first_variations(quick: bool) -> Proof:
 def _autograd_error(case: Case, values: Tensor) -> float:
     """d R / d logit_y = pi(y) (r~(y) - E r~); relative, or absolute if the gradient is near 0."""
     linear = case.objective.linearize(values[None], FOUR)[0]
-    ours, truth = FOUR * (linear - (FOUR * linear).sum()), case.gradient(values, FOUR)
+    ours = FOUR * (linear - (FOUR * linear).sum())
+    truth = case.gradient(values, FOUR)
     return ((ours - truth).norm() / max(truth.norm().item(), 1e-3)).item()
 
 
@@ -218,7 +224,9 @@ def linearised_loss(quick: bool, alpha: float = 1 + 1e-4) -> Proof:
     pi_alpha is Beta(alpha, 1), the rewards are the samples y, and the estimate is the group mean of
     (alpha y^(alpha-1) - 1) A with the trainer's advantages A. Errors are relative to the true difference.
     """
-    trials, ns, sizes = 5_000 if quick else 100_000, (1, 4, 8, 16), (2, 4, 8, 16, 32)
+    trials = 5_000 if quick else 100_000
+    ns = (1, 4, 8, 16)
+    sizes = (2, 4, 8, 16, 32)
     generator = torch.Generator().manual_seed(0)
     samples = {M: torch.rand(trials, M, generator=generator, dtype=torch.float64) for M in sizes}
     plug = {n: {M: _loss_error(BestOfN(n), samples[M], alpha) for M in sizes} for n in ns}
@@ -233,7 +241,8 @@ def _loss_results(plug: Errors, free: Errors, trials: int) -> list[Result]:
     )
     grpo = max(abs(b + 1 / M) / std for M, (b, std) in plug[1].items()) * math.sqrt(trials)
     unbiased = max(abs(b) / std for errors in free.values() for b, std in errors.values()) * math.sqrt(trials)
-    source, off = "J.1, Fig. 4", "largest error, in standard errors"
+    source = "J.1, Fig. 4"
+    off = "largest error, in standard errors"
     text = f"N = {', '.join(map(str, plug))}; M = {', '.join(map(str, plug[1]))}; {trials:,} trials"
     at_n = f"at N = {n}, M = {M}, where the relative bias is {100 * bias:.0f}%; see the next line for N = 1"
     return [

@@ -64,7 +64,8 @@ def theorem_5_3(quick: bool, n: int = 2) -> Proof:
     share, where = max(((expected[s] / bounds[s]).max().item(), str(s)) for s in SETTINGS)
     each = max(_largest_share(setting, L, run) for setting, run in runs.items())
     few, many = (runs[Setting(1.0, M)].gaps[-steps // 2 :].mean().item() for M in (64, 256))
-    low, source = min(run.gaps.min().item() for run in runs.values()), "Thm 5.3"
+    low = min(run.gaps.min().item() for run in runs.values())
+    source = "Thm 5.3"
     note = f"{chains} runs of {steps} updates on {K} cells, bon:{n}; {'; '.join(map(str, SETTINGS))}"
     results = [
         Result("Expected gap within the bound at every T", source, "gap / bound, largest", share, at_most=1.0,
@@ -108,12 +109,15 @@ def _largest_share(setting: Setting, L: float, run: Runs) -> float:
 
 def _run(setting: Setting, n: int, L: float, K: int, chains: int, steps: int) -> Runs:
     """Train ``chains`` policies from one start, each on its own samples and residuals."""
-    generator, samples = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(0)
+    samples = np.random.default_rng(0)
     reference, start = torch.randn(2, 1, K, generator=generator, dtype=torch.float64).log_softmax(-1)
-    rewards, log_pi = opposed(K), start.expand(chains, -1)
+    rewards = opposed(K)
+    log_pi = start.expand(chains, -1)
     optimum = _optimum(rewards, n, setting.beta, reference)
     best = regularised(rewards, optimum, n, setting.beta, reference)
-    gaps, errors = [best - regularised(rewards, log_pi, n, setting.beta, reference)], []
+    gaps = [best - regularised(rewards, log_pi, n, setting.beta, reference)]
+    errors = []
     for _ in range(steps):
         counts = torch.from_numpy(samples.multinomial(setting.M, log_pi.softmax(-1).numpy()))
         linear = variation(BestOfN(n), rewards, counts.double() / setting.M, HALF)

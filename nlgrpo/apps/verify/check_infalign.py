@@ -37,7 +37,8 @@ def calibration(quick: bool) -> Proof:
     pairs = (rewards[..., None] > reference[:, None]).double() + (rewards[..., None] == reference[:, None]) / 2
     moved = [(alignment.calibrate(m(rewards), m(reference)) - ours).abs().max().item() for m in INCREASING]
     flat = (alignment.calibrate(rewards.floor(), reference.floor()) - ours).abs().max().item()
-    largest, note = "largest difference", "50 prompts, 20 rewards, K = 30, with ties"
+    largest = "largest difference"
+    note = "50 prompts, 20 rewards, K = 30, with ties"
     return Proof([
         Result("Calibrated rewards are shares of pairs", "Eq. 12", largest, (ours - pairs.mean(-1)).abs().max().item(),
                at_most=1e-15, note=note),
@@ -56,7 +57,8 @@ def _bound(delta: float, K: int) -> float:
 
 def _dkw_finite(quick: bool) -> list[Result]:
     """P(largest error > bound) / delta, exactly, over all groups of K samples of three responses."""
-    sizes, share = ([4, 16] if quick else [2, 4, 8, 16, 32, 64]), 0.0
+    sizes = [4, 16] if quick else [2, 4, 8, 16, 32, 64]
+    share = 0.0
     for K in sizes:
         atoms, chance = tabular.all_counts(THREE, K)
         for rewards in THREE_REWARDS:
@@ -71,14 +73,19 @@ def _dkw_finite(quick: bool) -> list[Result]:
 
 def _dkw_continuous(quick: bool, generator: torch.Generator) -> list[Result]:
     """The same for continuous rewards, where the error has Kolmogorov's exact distribution."""
-    trials, share, off, nearest = 2_000 if quick else 20_000, 0.0, 0.0, 0.0
+    trials = 2_000 if quick else 20_000
+    share = 0.0
+    off = 0.0
+    nearest = 0.0
     for K in (10, 100):
         reference = torch.rand(trials, K, generator=generator, dtype=torch.float64)
         beside = torch.cat((reference - 1e-9, reference + 1e-9), 1)  # where the error is largest
         error = (alignment.calibrate(beside, reference) - beside).abs().amax(1)
         for delta in LEVELS:
-            rate, law = (error > _bound(delta, K)).double().mean().item(), float(kstwo.sf(_bound(delta, K), K))
-            share, nearest = max(share, rate / delta), max(nearest, law / delta)
+            rate = (error > _bound(delta, K)).double().mean().item()
+            law = float(kstwo.sf(_bound(delta, K), K))
+            share = max(share, rate / delta)
+            nearest = max(nearest, law / delta)
             off = max(off, abs(rate - law) / math.sqrt(law * (1 - law) / trials))
     claim = "The error exceeds the bound at most at rate delta: continuous"
     return [
@@ -160,7 +167,8 @@ def _finite_policies(K: int) -> Result:
 
 def _curves(step: float) -> dict[str, object]:
     """Win rates over KL for N = 4: curves of the theorem, and exact ones of policies over 50 responses."""
-    names, kls = ("identity", "log", "exp:10", "bon_fp:4"), [step * i for i in range(1, round(2.5 / step) + 1)]
+    names = ("identity", "log", "exp:10", "bon_fp:4")
+    kls = [step * i for i in range(1, round(2.5 / step) + 1)]
     curves = {name: alignment.at_kl(name, kls, 4) for name in names}
     exact_ones = {
         name: [_finite(name, beta, 4, 50) for beta in curves[name].beta[1::3].tolist()] for name in names[::2]
@@ -232,7 +240,9 @@ def _equals_win_rate(make: type[OfN], policies: int) -> Result:
     is u^n.
     """
     rewards = torch.tensor([0.3, -1.0, 0.3, 2.0], dtype=torch.float64)
-    uniform, errors, worst = torch.full((4,), 0.25, dtype=torch.float64), [], make is WorstOfN
+    uniform = torch.full((4,), 0.25, dtype=torch.float64)
+    errors = []
+    worst = make is WorstOfN
     generator = torch.Generator().manual_seed(0)
     for probs in torch.randn(policies, 4, generator=generator, dtype=torch.float64).mul(2).softmax(-1):
         for n in (2, 3):
@@ -267,7 +277,8 @@ def _train(objective: OfN, reward: Tensor, reference: Tensor, budget: float, ste
 def _won(probs: Tensor, reference: Tensor, n: int) -> float:
     """Best-of-n win rate of a policy over K ordered responses against the reference, by definition."""
     at_most = reference.cumsum(0)
-    ours, theirs = exact.best_of_masses(probs.cumsum(0), n), exact.best_of_masses(at_most, n)
+    ours = exact.best_of_masses(probs.cumsum(0), n)
+    theirs = exact.best_of_masses(at_most, n)
     return (ours * (at_most**n - theirs / 2)).sum().item()
 
 
@@ -279,9 +290,13 @@ def _trained(n: int, worst: bool, K: int, steps: int) -> Result:
     (v, widths), budget = _cells(K), BUDGET / 2 if worst else BUDGET
     if worst:
         probs = _train(WorstOfN(n), 1 - v**n, widths, budget, steps)
-        ours, name, what = 1 - _won(probs, widths, n), f"won_fp:{n}", "1 - (1 - u)^N"
+        ours = 1 - _won(probs, widths, n)
+        name = f"won_fp:{n}"
+        what = "1 - (1 - u)^N"
     else:
-        ours, name, what = _won(_train(BestOfN(n), v**n, widths, budget, steps), widths, n), f"bon_fp:{n}", "u^N"
+        ours = _won(_train(BestOfN(n), v**n, widths, budget, steps), widths, n)
+        name = f"bon_fp:{n}"
+        what = "u^N"
     curve = alignment.at_kl(name, [budget], n)
     theirs = float(curve.won_win_rate if worst else curve.bon_win_rate)
     return Result(f"{'wor' if worst else 'bon'}:{n} on {what} wins what {name} wins", "Def. 5, Cor. 2",

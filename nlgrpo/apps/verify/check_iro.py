@@ -27,7 +27,8 @@ class TreeValue:
     name = "tree"
 
     def __init__(self, values: Sequence[Tensor], A: int) -> None:
-        self.values, self.A = [v.tolist() for v in values], A
+        self.values = [v.tolist() for v in values]
+        self.A = A
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         self.rows: list[tuple[int, ...]] = [()] * len(prompts)
@@ -46,7 +47,8 @@ def decoder(A: int, context: int, *, uniform: bool) -> Decoder:
         family="gpt2", vocab=A, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, ffn=8, context=context,
         norm="layer", activation="gelu_new", gated=False, windows=(None,), scales=(8**-0.5,),
     )  # fmt: skip
-    model, generator = Decoder(shape).double(), torch.Generator().manual_seed(0)
+    model = Decoder(shape).double()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -92,11 +94,13 @@ def proposition_1(quick: bool) -> Proof:
 
 def _counts(K: int, B: int, L: int, values: int, H: int = 4) -> tuple[int, int, int]:
     """Tokens and queries of 5 searches, with and without complete candidates, minus U H, U I H/L and U I (H/L - 1)."""
-    model, how = decoder(2, H + 1, uniform=True), Search(K, B, L)
+    model = decoder(2, H + 1, uniform=True)
+    how = Search(K, B, L)
     exactly = tree.values(tree.random_policy(2, H, 0.0, 0), torch.arange(2.0**H, dtype=torch.float64))
     guides = [(TreeValue(exactly, 2), 1.0 + i) for i in range(values)]
     cost, short = (guided(model, 5, how, H, guides, valued=valued)[1] for valued in (True, False))
-    U, rounds = 5 * K * B, H // L
+    U = 5 * K * B
+    rounds = H // L
     return cost.tokens - U * H, cost.queries - U * values * rounds, short.queries - U * values * (rounds - 1)
 
 
@@ -127,8 +131,10 @@ def two_beams(B: int, H: int, A: int) -> float:
     The state is the number of beams that have the best prefix: two only if all candidates are that prefix.
     """
     state = {1: 0.0, 2: 0.0}
-    miss, both = (1 - 1 / A) ** (2 * B), A ** (-2.0 * B)
-    state[2], state[1] = both, 1 - miss - both
+    miss = (1 - 1 / A) ** (2 * B)
+    both = A ** (-2.0 * B)
+    state[2] = both
+    state[1] = 1 - miss - both
     for _ in range(H - 2):
         single = 1 - (1 - 1 / A) ** B  # of the best beam; the other beam's successors are other prefixes
         state = {1: state[1] * single + state[2] * (1 - miss - both), 2: state[2] * both}
@@ -137,7 +143,8 @@ def two_beams(B: int, H: int, A: int) -> float:
 
 def _success(trials: int) -> list[Result]:
     source = "Prop. 1, Eq. 38"
-    of_one, of_two = _rate(1, 4, 1, trials), _rate(2, 2, 1, trials)
+    of_one = _rate(1, 4, 1, trials)
+    of_two = _rate(2, 2, 1, trials)
     chunked = _rate(1, 4, 2, trials, H=4)
     same = one_beam(4, 3, 3)
     return [
@@ -214,21 +221,28 @@ def _iterate(base: tree.Policy, rewards: Tensor, horizons: Tensor) -> tuple[Tens
 
     r_max is 1. omega = sqrt(2 log C / log T).
     """
-    H, log_C, best = len(base), math.log(tree.concentrability(base, rewards)), rewards.max()
+    H = len(base)
+    log_C = math.log(tree.concentrability(base, rewards))
+    best = rewards.max()
     log_T = horizons.double().log()
     omega = (2 * log_C / log_T).sqrt()
     policy = [step.expand(len(horizons), *step.shape) for step in base]
-    smallest, last = torch.full_like(omega, math.inf), torch.full_like(omega, -math.inf)
+    smallest = torch.full_like(omega, math.inf)
+    last = torch.full_like(omega, -math.inf)
     paid, squares, fall = (torch.zeros_like(omega) for _ in range(3))
     for t in range(int(horizons[-1])):
         running = t < horizons
         values = tree.values(policy, rewards.expand(len(horizons), -1))
         J = values[0][:, 0]
-        gap, rate = best - J, omega / math.sqrt(t + 1)  # 1 / beta_t
+        # 1 / beta_t
+        gap = best - J
+        rate = omega / math.sqrt(t + 1)
         smallest = torch.where(running, torch.minimum(smallest, gap), smallest)
         fall = torch.where(running, torch.maximum(fall, last - J), fall)
-        paid, squares = paid + running * rate * gap, squares + running * rate.square()
-        policy, last = tree.reweighted(policy, values, (1 / rate)[:, None, None]), J
+        paid = paid + running * rate * gap
+        squares = squares + running * rate.square()
+        policy = tree.reweighted(policy, values, (1 / rate)[:, None, None])
+        last = J
     bounds = 2 * H * (log_T * log_C / horizons).sqrt()
     return smallest, bounds, (paid / (log_C + H * squares / 2)).max().item(), fall.max().item()
 
@@ -246,10 +260,16 @@ def _sampled_policies(quick: bool) -> Result:
 
     The search does not choose among the candidates of the last chunk; their weights e^V give the expected reward.
     """
-    A, H, trials, model = 3, 3, 500 if quick else 4000, decoder(3, 4, uniform=False)
+    A = 3
+    H = 3
+    trials = 500 if quick else 4000
+    model = decoder(3, 4, uniform=False)
     rewards = torch.rand(A**H, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     base = _policy_of(model, A, H)
-    policy, guides, off, means = base, list[tuple[TreeValue, float]](), [], []
+    policy = base
+    guides = list[tuple[TreeValue, float]]()
+    off = []
+    means = []
     for t in range(4):
         values = tree.values(policy, rewards)
         guides.append((TreeValue(values, A), 0.3 * math.sqrt(t + 1)))
@@ -297,8 +317,12 @@ def toy_rewards() -> Tensor:
 def _toy_tree() -> list[Result]:
     """Fig. 2: of the 30 nodes a search that keeps the best of two tokens sees 8, and finds the best leaf."""
     base, rewards = trees()["two tokens"]
-    model, how = decoder(2, 5, uniform=True), Search(beams=1, successors=2, chunk=1, likeliest=True)
-    policy, guides, reached, visited = base, list[tuple[TreeValue, float]](), [], []
+    model = decoder(2, 5, uniform=True)
+    how = Search(beams=1, successors=2, chunk=1, likeliest=True)
+    policy = base
+    guides = list[tuple[TreeValue, float]]()
+    reached = []
+    visited = []
     for t in range(12):
         values = tree.values(policy, rewards)
         guides.append((TreeValue(values, 2), math.sqrt(t + 1)))

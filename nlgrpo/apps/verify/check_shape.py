@@ -83,9 +83,11 @@ def lemma_5_4(quick: bool) -> Proof:
         results.append(_concave(text, "Sec. 5.3", _excess(partial(_joint, aggregate, BestOfN(4)), here, there)))
     for objective in outside:
         value = partial(_value, objective, ATOMS[0])
-        above, below = _excess(value, here, there), _excess(partial(_negative, value), here, there)
+        above = _excess(value, here, there)
+        below = _excess(partial(_negative, value), here, there)
         note = "convex" if below < 1e-12 else "neither concave nor convex"
-        claim, quantity = f"{objective.name} is not concave", "largest violation"
+        claim = f"{objective.name} is not concave"
+        quantity = "largest violation"
         results.append(Result(claim, "not in Lemma 5.4", quantity, above, at_least=1e-3, note=note))
     return Proof(results)
 
@@ -105,7 +107,8 @@ def _joint(aggregate: Aggregate, objective: Objective, probs: Tensor) -> Tensor:
 
 def _excess(value: Callable[[Tensor], Tensor], here: Tensor, there: Tensor) -> float:
     """Largest l R[pi] + (1 - l) R[pi'] - R[l pi + (1 - l) pi']: at most 0 for a concave R."""
-    start, end = value(here), value(there)
+    start = value(here)
+    end = value(there)
     chords = [(s * start + (1 - s) * end - value(s * here + (1 - s) * there)).max() for s in (0.1, 0.3, 0.5, 0.7, 0.9)]
     return torch.stack(chords).max().item()
 
@@ -124,7 +127,8 @@ def lemma_5_5(quick: bool) -> Proof:
     two = torch.tensor([[0.5, 0, 0, 0, 0, 0.5], [0.49, 0, 0, 0, 0, 0.51]], dtype=torch.float64)
     pairs.append((two[:1], two[1:]))  # where the bound is tight for best-of-2
     shares = {o.name: max(_smoothness(o, *pair) for pair in pairs) / lipschitz(o) for o in RANKED}
-    note, needed = ", ".join(f"{name} {share:.3f}" for name, share in shares.items()), max(shares.values())
+    note = ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
+    needed = max(shares.values())
     quantity = "largest required L / (L_f r_max)"
     return Proof([
         Result("Smooth relative to the KL", "Lemma 5.5", quantity, needed, at_most=1.0, note=note),
@@ -156,7 +160,8 @@ def lemma_5_6(quick: bool) -> Proof:
     uniform = torch.full((200,), 1 / 200, dtype=torch.float64)
     counted = {M: _frequencies(*tabular.all_counts(THREE, M)) for M in sizes}
     drawn = {M: _drawn_frequencies(200, M, trials) for M in sizes}
-    results, lines = [], {}
+    results = []
+    lines = {}
     for where, probs, rewards, groups in (
         ("3 atoms, all groups", THREE, THREE_REWARDS[0], counted),
         ("200 cells, random groups", uniform, tabular.cells(200), drawn),
@@ -164,7 +169,8 @@ def lemma_5_6(quick: bool) -> Proof:
         shares = {o.name: [_share_of_bound(o, rewards, probs, M, *groups[M]) for M in sizes] for o in RANKED}
         results += _error_results(where, sizes, shares)
         lines[where] = shares
-    two, fair = torch.tensor([0.0, 1.0]).double(), torch.tensor([0.5, 0.5]).double()
+    two = torch.tensor([0.0, 1.0]).double()
+    fair = torch.tensor([0.5, 0.5]).double()
     exactly = [_share_of_bound(BestOfN(2), two, fair, M, *_frequencies(*tabular.all_counts(fair, M))) for M in sizes]
     off = max(abs(share - 1 / 16) for share in exactly)
     claim = "bon:2, two equal atoms: 1/16 of the bound"
@@ -175,7 +181,8 @@ def lemma_5_6(quick: bool) -> Proof:
 def _error_results(where: str, sizes: Sequence[int], shares: dict[str, list[float]]) -> list[Result]:
     largest = max(max(share) for share in shares.values())
     orders = [1 + math.log2(share[-2] / share[-1]) for share in shares.values()]
-    order, note = max(orders, key=lambda p: abs(p - 1)), f"{', '.join(shares)}; M = {sizes[0]} to {sizes[-1]}"
+    order = max(orders, key=lambda p: abs(p - 1))
+    note = f"{', '.join(shares)}; M = {sizes[0]} to {sizes[-1]}"
     within = Result(f"Error within the bound: {where}", "Lemma 5.6", "error / bound, largest", largest,
                     at_most=1.0, note=note)  # fmt: skip
     decay = Result(f"Error is O(1/M): {where}", "Lemma 5.6", f"p of M^-p, M = {sizes[-2]} to {sizes[-1]}", order,

@@ -59,7 +59,8 @@ def proposition_3_1(quick: bool) -> Proof:
     for n in (2, 4, 8):
         optimum = closed_form_cdf(edges, n).diff()
         gaps, distances, last = _climb(n, optimum, middle if n == 2 else uniform, steps)
-        densities[f"N = {n}"], paths[f"N = {n}"] = (last * K, optimum * K), (gaps, distances)
+        densities[f"N = {n}"] = (last * K, optimum * K)
+        paths[f"N = {n}"] = (gaps, distances)
         results += _optimum_results(n, optimum, gaps, distances, _divergence(optimum, middle if n == 2 else uniform))
     rise = max(gaps.diff().max().item() for gaps, _ in paths.values())
     results.append(
@@ -80,9 +81,12 @@ STEP_L = 0.3  # L of updates without KL: the objective never decreases, 10 to 50
 
 def _climb(n: int, optimum: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Gap of the objective and sup distance of CDFs before each update and at the end, and the last policy."""
-    rewards, half = opposed(len(start)), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    best, log_pi = values(rewards, optimum[None], n).mean(), start.log()[None]
-    gaps, distances = [], []
+    rewards = opposed(len(start))
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    best = values(rewards, optimum[None], n).mean()
+    log_pi = start.log()[None]
+    gaps = []
+    distances = []
     for _ in range(steps + 1):
         probs = log_pi.exp()
         gaps.append(best - values(rewards, probs, n).mean())
@@ -97,12 +101,12 @@ def _optimum_results(n: int, optimum: Tensor, gaps: Tensor, distances: Tensor, d
     linear = variation(BestOfN(n), opposed(len(optimum)), optimum[None], half)
     steps = torch.arange(1, len(gaps), dtype=torch.float64)
     share = (gaps[1:] * steps / (STEP_L * divergence)).max().item()
-    left, off = (gaps[-1] / gaps[0]).item(), (distances[-1] / distances[0]).item()
-    spread, note = (
-        (linear.max() - linear.min()).item(),
-        f"after {len(gaps) - 1} updates the gap is {left:.1e} of the start's",
-    )
-    source, cells = "Prop. 3.1", f"{len(optimum)} cells"
+    left = (gaps[-1] / gaps[0]).item()
+    off = (distances[-1] / distances[0]).item()
+    spread = (linear.max() - linear.min()).item()
+    note = f"after {len(gaps) - 1} updates the gap is {left:.1e} of the start's"
+    source = "Prop. 3.1"
+    cells = f"{len(optimum)} cells"
     slow = "slow because the optimum's density has poles" if n > 2 else ""
     return [
         Result(
@@ -126,7 +130,8 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 
 def _train_mean(start: Tensor) -> Tensor:
     """Train with plain GRPO. Its first variation is constant, so the step size is not limited."""
-    log_pi, half = start.log()[None], torch.tensor([0.5, 0.5], dtype=torch.float64)
+    log_pi = start.log()[None]
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     for _ in range(1000):
         linear = variation(Mean(), opposed(len(start)), log_pi.exp(), half)
         log_pi = tabular.proximal_step(log_pi, linear, log_pi, L=1e-4, beta=0.0)
@@ -142,12 +147,14 @@ def theorem_5_2(quick: bool, n: int = 4) -> Proof:
     Also for a quarter of this L, which suffices (`check_shape.lemma_5_5`). The objective is the mean of best-of-n of
     both rewards on 40 cells; reference and start are different random policies.
     """
-    K, steps = 40, 60 if quick else 300
+    K = 40
+    steps = 60 if quick else 300
     generator = torch.Generator().manual_seed(0)
     reference, start = torch.randn(2, 1, K, generator=generator, dtype=torch.float64).log_softmax(-1)
     paper = float(lipschitz(BestOfN(n)))  # times r_max, which is 1
     results: list[Result] = []
-    residuals, lines = [], {}
+    residuals = []
+    lines = {}
     for L, beta in ((paper, 0.3), (paper, 1.0), (paper, 4.0), (paper / 4, 1.0)):
         optimum, residual = _regularised_optimum(n, beta, reference)
         gaps = _regularised_gaps(n, beta, reference, start, optimum, L, steps)
@@ -156,7 +163,8 @@ def theorem_5_2(quick: bool, n: int = 4) -> Proof:
         results += _rate_results(beta, L, gaps, bound)
         residuals.append(residual)
         lines[L, beta] = (gaps[1:], bound)
-    rise, stationary = max(gaps.diff().max().item() for gaps, _ in lines.values()), "The computed optima are stationary"
+    rise = max(gaps.diff().max().item() for gaps, _ in lines.values())
+    stationary = "The computed optima are stationary"
     results += [
         Result("No update increases the gap", "App. H.1", "largest increase of the gap", rise, at_most=1e-13),
         Result(stationary, "autograd", "|gradient / pi|, largest", max(residuals), at_most=1e-10),
@@ -169,8 +177,10 @@ def _rate_results(beta: float, L: float, gaps: Tensor, bound: Tensor) -> list[Re
     exact_enough = (bound > 1e-12) & (size[1:] > 1e-12)  # smaller gaps are rounding errors of float64
     share = torch.where(exact_enough, size[1:] / bound, 0.0).max().item()
     updates = max(1, int(exact_enough.sum()))
-    rate, theory = ((size[updates] / size[0]) ** (1 / updates)).item(), L / (L + beta)
-    source, setting = "Thm 5.2", f"beta = {beta:g}, L = {L:g}"
+    rate = ((size[updates] / size[0]) ** (1 / updates)).item()
+    theory = L / (L + beta)
+    source = "Thm 5.2"
+    setting = f"beta = {beta:g}, L = {L:g}"
     note = f"at each of {updates} updates, until the gap is {gaps[updates]:.0e}"
     return [
         Result(f"{setting}: the gap is below the bound", source, "gap / bound, largest", share, at_most=1.0, note=note),
@@ -188,7 +198,8 @@ def _regularised_optimum(n: int, beta: float, reference: Tensor) -> tuple[Tensor
 
     Computed by many small updates; the gradient is that of the definition and independent of them.
     """
-    rewards, half = opposed(reference.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    rewards = opposed(reference.shape[-1])
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     log_pi = reference
     for _ in range(400):
         linear = variation(BestOfN(n), rewards, log_pi.exp(), half)
@@ -203,8 +214,11 @@ def _regularised_gaps(
     n: int, beta: float, reference: Tensor, start: Tensor, optimum: Tensor, L: float, steps: int
 ) -> Tensor:
     """L[pi_T] - L[pi*] for T = 0 .. steps."""
-    rewards, half = opposed(start.shape[-1]), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    best, log_pi, gaps = regularised(rewards, optimum, n, beta, reference), start, []
+    rewards = opposed(start.shape[-1])
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    best = regularised(rewards, optimum, n, beta, reference)
+    log_pi = start
+    gaps = []
     for _ in range(steps + 1):
         gaps.append(best - regularised(rewards, log_pi, n, beta, reference))
         linear = variation(BestOfN(n), rewards, log_pi.exp(), half)
@@ -225,7 +239,8 @@ def pareto(quick: bool, n: int = 4) -> Proof:
     """
     K, steps = (40, 60) if quick else (100, 200)
     shares = torch.linspace(0, 1, 9 if quick else 33, dtype=torch.float64)
-    rewards, reference = opposed(K), torch.full((1, K), 1 / K, dtype=torch.float64).log()
+    rewards = opposed(K)
+    reference = torch.full((1, K), 1 / K, dtype=torch.float64).log()
     sums = [WeightedSum((w, 1 - w)) for w in shares.tolist()]
     minima = [SmoothMin(8.0, (w, 1 - w)) for w in shares.tolist()]
     trained = {
@@ -240,13 +255,16 @@ def pareto(quick: bool, n: int = 4) -> Proof:
     worst = torch.cat(list(with_bon.values())).amin(0)
     area = {name: hypervolume(points, worst) for name, points in with_bon.items()}
     gains = {name: _gain_alone(alone[name], alone["mean"], shares) for name in ("weighted sum", "smooth-min")}
-    middle, untrained = with_bon["mean"][len(shares) // 2].mean(), with_bon["untrained"].mean()
+    middle = with_bon["mean"][len(shares) // 2].mean()
+    untrained = with_bon["untrained"].mean()
     note = (
         f"average of both rewards, best-of-{n}: {middle:.3f} with equal weights of the mean, {untrained:.3f} untrained"
     )
-    results, source = [], "Fig. 3b"
+    results = []
+    source = "Fig. 3b"
     for name, gain in gains.items():
-        over, ratio = margin(with_bon[name], with_bon["mean"]), area[name] / area["mean"]
+        over = margin(with_bon[name], with_bon["mean"])
+        ratio = area[name] / area["mean"]
         results += [
             Result(f"{name}: dominates the front of the mean", source, "margin in both rewards", over, at_least=1e-3,
                    note=f"{len(shares)} weights, best-of-{n}"),
@@ -279,7 +297,8 @@ def margin(ours: Tensor, theirs: Tensor) -> float:
 
 def hypervolume(points: Tensor, worst: Tensor) -> float:
     """Area dominated by points (P, 2), measured from the corner ``worst``."""
-    area, height = 0.0, worst[1].item()
+    area = 0.0
+    height = worst[1].item()
     for x, y in sorted(points.tolist(), reverse=True):
         area += (x - worst[0].item()) * max(y - height, 0.0)
         height = max(height, y)

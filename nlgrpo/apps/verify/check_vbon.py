@@ -65,7 +65,8 @@ def _rational_error(quick: bool) -> float:
     for n in (2, 16) if quick else (2, 16, 64):
         for p in (0.5, 1e-3, 1e-12):
             for F in (0.0, 1e-9, 0.1, 0.5):
-                rest, mass = Fraction(F), Fraction(p)
+                rest = Fraction(F)
+                mass = Fraction(p)
                 truth = float(sum(math.comb(n, i) * rest ** (n - i) * mass**i for i in range(1, n + 1)))
                 if truth > 1e-300:
                     log_F, log_p = torch.tensor([F, p], dtype=torch.float64).log()
@@ -92,8 +93,15 @@ def lower_bounds(quick: bool) -> Proof:
     order = torch.arange(len(REFERENCE), dtype=torch.float64)  # the lowest string is the first
     F = strictly_below(order, REFERENCE)
     probs = torch.nn.functional.one_hot(samples, len(REFERENCE)).double().mean(1)
-    log_pi, log_ref, log_F = probs.gather(1, samples).log(), REFERENCE.log()[samples], F.log()[samples]
-    errors_J, errors_L, above, gaps, gaps_1, drawn = [], [], [], [], [], {}
+    log_pi = probs.gather(1, samples).log()
+    log_ref = REFERENCE.log()[samples]
+    log_F = F.log()[samples]
+    errors_J = []
+    errors_L = []
+    above = []
+    gaps = []
+    gaps_1 = []
+    drawn = {}
     for n in SIZES:
         J = variational.objective(log_pi, log_ref, log_F, n)
         L = variational.bound(log_pi, log_ref, log_F, n)
@@ -113,7 +121,8 @@ def _bound_results(
     errors_J: list[float], errors_L: list[float], above: list[float], gaps: list[float], gaps_1: list[float], count: int
 ) -> list[Result]:
     text = f"{count:,} policies over 5 strings, N = {', '.join(map(str, SIZES))}"
-    few, loose = f"{gaps[1]:.3g}", f"{gaps_1[1]:.3g}"
+    few = f"{gaps[1]:.3g}"
+    loose = f"{gaps_1[1]:.3g}"
     return [
         Result("J is -KL(pi | pi_bon)", "Eq. 5", "largest error", max(errors_J), at_most=1e-12, note=text),
         Result("L is its lower bound by log F", "Eq. 8", "largest error", max(errors_L), at_most=1e-12),
@@ -129,7 +138,9 @@ def _bound_results(
 
 def looser_bound(probs: Tensor, reference: Tensor, F: Tensor, n: int) -> Tensor:
     """L_1 of Theorem 3: gamma E log F - alpha H(pi) - beta KL(pi | pi_ref), for policies (P, A)."""
-    alpha, beta, gamma = (n + 2) * (n - 1) / 2, n * (n + 1) / 2, n * (n - 1) / 2
+    alpha = (n + 2) * (n - 1) / 2
+    beta = n * (n + 1) / 2
+    gamma = n * (n - 1) / 2
     entropy = -torch.special.xlogy(probs, probs).sum(-1)
     of_F = torch.special.xlogy(gamma * probs, F).sum(-1)
     return of_F - alpha * entropy - beta * exact.divergence(probs, reference)

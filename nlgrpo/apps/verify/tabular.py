@@ -74,10 +74,12 @@ def budget_step(log_pi: Tensor, linear: Tensor, log_ref: Tensor, *, L: float, bu
     constraint is inactive. The returned end of the bracket satisfies the constraint.
     """
     free = proximal_step(log_pi, linear, log_ref, L=L, beta=0.0)
-    low, high = torch.full_like(linear[:, :1], -20.0), torch.full_like(linear[:, :1], 20.0)
+    low = torch.full_like(linear[:, :1], -20.0)
+    high = torch.full_like(linear[:, :1], 20.0)
     for _ in range(50):
         middle = (low + high) / 2
         over = kl(proximal_step(log_pi, linear, log_ref, L=L, beta=middle.exp()), log_ref)[:, None] > budget
-        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+        low = torch.where(over, middle, low)
+        high = torch.where(over, high, middle)
     bound = proximal_step(log_pi, linear, log_ref, L=L, beta=high.exp())
     return torch.where(kl(free, log_ref)[:, None] > budget, bound, free)

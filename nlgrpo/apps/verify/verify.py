@@ -54,7 +54,11 @@ class Check:
     draw: Callable[..., Figure] | None = None
 
 
-IAMA, INFALIGN, VBON, IRO, OURS = "IAMA", "InfAlign", "vBoN", "IRO", "this package"
+IAMA = "IAMA"
+INFALIGN = "InfAlign"
+VBON = "vBoN"
+IRO = "IRO"
+OURS = "this package"
 CHECKS = (
     Check("First variations", IAMA, estimators.first_variations),
     Check("Unbiased estimators", OURS, estimators.unbiased),
@@ -99,7 +103,8 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(
             f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
         ) from None
-    console, start = Console(), time.perf_counter()
+    console = Console()
+    start = time.perf_counter()
     with _one_thread():
         found = [_run(check, options, console) for check in CHECKS]
     seconds = time.perf_counter() - start
@@ -165,7 +170,8 @@ def _table(found: Sequence[tuple[Check, Sequence[Result]]]) -> Table:
 
 
 def _cells(paper: str, result: Result) -> tuple[Text, ...]:
-    claim, more = Text(result.claim), f"; {result.note}" if result.note else ""
+    claim = Text(result.claim)
+    more = f"; {result.note}" if result.note else ""
     claim.append(f"\n({paper}, {result.source}; {result.quantity}{more})", style="dim")
     verdict = Text("ok", style="green") if result.holds else Text("FAILED", style="bold red")
     return claim, Text(f"{result.measured:.3g}"), Text(result.required), verdict

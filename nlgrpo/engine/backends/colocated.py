@@ -98,7 +98,9 @@ class ColocatedVLLM(VLLMEngine):
         else:
             self._load_adapter(model, version, name)
         self._wake("kv_cache")
-        self.asleep, self.version, self.weights = False, version, name
+        self.asleep = False
+        self.version = version
+        self.weights = name
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], name: str) -> None:
         """Load all weights. Every rank takes all of them, also after a failure, because gathering is collective."""
@@ -131,10 +133,13 @@ class ColocatedVLLM(VLLMEngine):
 
         With tensor parallelism, collective. vLLM schedules by itself.
         """
-        size, groups, own = self.options.tensor_parallel, [requests], 0
+        size = self.options.tensor_parallel
+        groups = [requests]
+        own = 0
         if size > 1:
             first = self.ranks.rank // size * size
-            groups, own = self.ranks.gather_objects(requests)[first : first + size], self.ranks.rank - first
+            groups = self.ranks.gather_objects(requests)[first : first + size]
+            own = self.ranks.rank - first
         before = sum(map(len, groups[:own]))
         every = vllm_library.generate(self.llm, [one for group in groups for one in group], self.request)
         found = every[before : before + len(requests)]

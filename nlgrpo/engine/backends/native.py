@@ -72,7 +72,8 @@ class NativeEngine:
         return lora.merged_for_sampling(self.model) if fits else nullcontext()
 
     def take(self, model: Decoder, version: int) -> None:
-        self.model, self.version = model, version
+        self.model = model
+        self.version = version
 
     def sleep(self) -> None:
         pass

@@ -36,7 +36,9 @@ from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.threads import in_thread
 
-SOON, LATE = 2.0, 30.0  # seconds until a server that failed is called again: doubled after each failure
+# seconds until a server that failed is called again: doubled after each failure
+SOON = 2.0
+LATE = 30.0
 LONGER = 10.0  # seconds that other servers get for new weights after the first has them
 GRACE = 20.0  # seconds for what servers do when the user stops the run
 Result = TypeVar("Result")
@@ -209,7 +211,9 @@ class VLLMServers(VLLMEngine):
 
     def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
         """Sample each request in a thread. Raises EngineError if no server samples, or one has a fault."""
-        since, room, failed = len(self.names) - 1, threading.Semaphore(together), threading.Event()
+        since = len(self.names) - 1
+        room = threading.Semaphore(together)
+        failed = threading.Event()
 
         def sample(request: Request) -> list[Completion]:
             with room:
@@ -318,7 +322,9 @@ class VLLMServers(VLLMEngine):
             if not server.down:
                 self._say(f"{server.url} does not sample: {error}")
                 server.down_at = now
-            server.down, server.weights, server.failures = str(error) or "no reason", "", server.failures + 1
+            server.down = str(error) or "no reason"
+            server.weights = ""
+            server.failures = server.failures + 1
             soon = min(SOON * 2 ** min(server.failures - 1, 10), LATE)
             server.retry_at = now + max(soon, now - start)  # a hung server is tried for at most half of the time
             return None
@@ -327,7 +333,9 @@ class VLLMServers(VLLMEngine):
             raise
         if server.down:
             self._say(f"{server.url} samples again")
-        server.down, server.failures, server.retry_at = "", 0, 0.0
+        server.down = ""
+        server.failures = 0
+        server.retry_at = 0.0
         return result
 
     def _wait(self) -> None:

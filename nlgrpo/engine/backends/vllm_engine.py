@@ -56,7 +56,8 @@ class VLLMEngine(ABC):
         if samples < 1:
             raise UserError(f"samples = {samples}: expected at least 1")
         check_prompts(self.shape, prompts, sampling)
-        index, first = range(len(prompts)) if index is None else index, firsts(first_sample, len(prompts))
+        index = range(len(prompts)) if index is None else index
+        first = firsts(first_sample, len(prompts))
         seeds = request_seeds(seed, index, first)
         vocab = min(self.tokens or self.shape.vocab, self.shape.vocab)
         left_out = range(vocab, self.shape.vocab)
@@ -156,7 +157,8 @@ def rollout_from(
 
 def _fault(completion: Completion, sampling: Sampling, vocab: int) -> str:
     """Return what is wrong with a completion; "" if nothing is."""
-    tokens, logprobs = completion.tokens, completion.logprobs
+    tokens = completion.tokens
+    logprobs = completion.logprobs
     if not tokens:
         return f"an empty completion (finish reason {completion.finish_reason!r})"
     if len(logprobs) != len(tokens):

@@ -230,7 +230,8 @@ class Server:
                 method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers
             )
             response = connection.getresponse()
-            status, content = response.status, response.read()
+            status = response.status
+            content = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ServerDown(f"{type(error).__name__}: {error}") from error
         finally:

@@ -75,7 +75,8 @@ def start(
         version()
         from vllm import LLM
 
-    cuda, generators = device.type == "cuda", random_state()
+    cuda = device.type == "cuda"
+    generators = random_state()
     options: dict[str, Any] = {}
     if ranks > 1:
         options |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel}

@@ -53,7 +53,8 @@ class Worker:
             raise UserError(f"{folder} does not exist here: the server and the trainer need a shared disk")
         if not any(path.glob("*.safetensors")):
             raise UserError(f"{folder} has no weights in the format safetensors")
-        theirs, own = json.loads((path / "config.json").read_text("utf-8")), worker.model_config.hf_config
+        theirs = json.loads((path / "config.json").read_text("utf-8"))
+        own = worker.model_config.hf_config
         for key in SAME:
             if key in theirs and hasattr(own, key) and theirs[key] != getattr(own, key):
                 raise UserError(

@@ -69,9 +69,11 @@ def to_rollout(
         prompts.append(_common_start(begun) if begun else list(ids))
         if not prompts[-1]:
             raise EngineError("the conversations of one prompt begin with different tokens")
-    rows, inserted = list[list[int]](), list[dict[int, list[int]]]()
+    rows = list[list[int]]()
+    inserted = list[dict[int, list[int]]]()
     for i, dialogue in enumerate(dialogues):
-        row, between = list[int](), dict[int, list[int]]()
+        row = list[int]()
+        between = dict[int, list[int]]()
         for t, turn in enumerate(dialogue.turns):
             before = turn.inserted[len(prompts[i // samples]) :] if t == 0 else turn.inserted
             if before:
@@ -79,7 +81,8 @@ def to_rollout(
             row += turn.tokens
         rows.append(row)
         inserted.append(between)
-    shape, longest = (len(prompts), samples), max(map(len, rows), default=0)
+    shape = (len(prompts), samples)
+    longest = max(map(len, rows), default=0)
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     logprobs = torch.zeros(len(rows), longest)
     for i, dialogue in enumerate(dialogues):

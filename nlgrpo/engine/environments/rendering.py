@@ -40,7 +40,8 @@ class Rendering:
         from renderers import RendererConfig, create_renderer
         from renderers.base import MODEL_RENDERER_MAP
 
-        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
         name = options.get("name") or MODEL_RENDERER_MAP.get(model, "default")
         self.by_template = name == "default"
         fields = {**options, "name": name}

@@ -40,7 +40,8 @@ class Rounds:
     """
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
-        self.ranks, self.timeout = ranks, timeout
+        self.ranks = ranks
+        self.timeout = timeout
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(
@@ -56,7 +57,8 @@ class Rounds:
         other jobs are cancelled.
         """
         together = together and self.ranks.world > 1
-        run, failed = _Run(jobs, self._started(), self.timeout), None
+        run = _Run(jobs, self._started(), self.timeout)
+        failed = None
         try:
             while True:
                 waiting, failure = ([], failed) if failed else run.next_round()
@@ -94,7 +96,9 @@ class _Run(Generic[Asked, Answer]):
     """The jobs of one call, and what they ask for."""
 
     def __init__(self, jobs: Sequence[Job[Asked, Answer]], loop: asyncio.AbstractEventLoop, timeout: float) -> None:
-        self.jobs, self.loop, self.timeout = jobs, loop, timeout
+        self.jobs = jobs
+        self.loop = loop
+        self.timeout = timeout
         self.events: SimpleQueue[tuple[Asked, asyncio.Future[Answer]] | int] = SimpleQueue()
         self.live = dict(enumerate(jobs))
         self.tasks: list[Future[Any]] = [asyncio.run_coroutine_threadsafe(self._work(job), loop) for job in jobs]

@@ -102,10 +102,13 @@ class VerifiersEnvironment:
             )
         if "VF_LOG_LEVEL" not in os.environ:
             logging.getLogger("verifiers").setLevel(logging.WARNING)
-        self.config, self.tokenizer, self.ranks = config, tokenizer, ranks
+        self.config = config
+        self.tokenizer = tokenizer
+        self.ranks = ranks
         self.rendering = Rendering(tokenizer, model, config.renderer, template_kwargs)
         self.longest = min(limits.context, config.max_tokens or limits.context)
-        self.rounds, self.together = Rounds(ranks, config.timeout), together
+        self.rounds = Rounds(ranks, config.timeout)
+        self.together = together
         try:
             datasets.disable_progress_bars()
             with _own_signal_handlers():
@@ -196,9 +199,11 @@ class VerifiersEnvironment:
 
     def _check(self, errors: Sequence[str | None]) -> None:
         """Raise EngineError if all conversations, of all ranks, ended with an error."""
-        fine, drawn = any(error is None for error in errors), bool(errors)
+        fine = any(error is None for error in errors)
+        drawn = bool(errors)
         if self.together:
-            fine, drawn = self.ranks.any(fine), self.ranks.any(drawn)
+            fine = self.ranks.any(fine)
+            drawn = self.ranks.any(drawn)
         if drawn and not fine:
             first = f"; the first: {errors[0]}" if errors else ""
             raise EngineError(f"all conversations of the environment ended with an error{first}")
@@ -247,7 +252,8 @@ class VerifiersEnvironment:
             first_sample=[request.sample for request in asked],
         )
         host_memory.release()  # the KV cache and gathered parameters
-        logprobs, finished = rollout.logprobs.flatten(0, 1).tolist(), rollout.finished.flatten().tolist()
+        logprobs = rollout.logprobs.flatten(0, 1).tolist()
+        finished = rollout.finished.flatten().tolist()
         found: list[Answer | None] = [None] * len(requests)
         for k, tokens, row, ended in zip(order, rollout.completion_ids(), logprobs, finished, strict=True):
             found[k] = Answer(tokens, row[: len(tokens)], ended, rollout.version)
@@ -269,7 +275,10 @@ class _Policy(vf.Client):
 
     def __init__(self, environment: VerifiersEnvironment, prompt: int, samples: range, sampling: Sampling) -> None:
         super().__init__(None)
-        self.environment, self.prompt, self.samples, self.sampling = environment, prompt, samples, sampling
+        self.environment = environment
+        self.prompt = prompt
+        self.samples = samples
+        self.sampling = sampling
         self.talks: dict[str, _Talk] = {}
         self.ask: Ask | None = None
 
@@ -287,10 +296,12 @@ class _Policy(vf.Client):
     ) -> Response:
         """Sample the next answer of a conversation. The run's own sampling options are used."""
         assert self.ask is not None
-        trajectory, schemas = options["state"]["trajectory_id"], _tools_of(tools)
+        trajectory = options["state"]["trajectory_id"]
+        schemas = _tools_of(tools)
         if trajectory not in self.talks:  # conversations that are repeated get the same numbers again
             self.talks[trajectory] = _Talk(self.samples[len(self.talks) % len(self.samples)])
-        talk, messages = self.talks[trajectory], _plain(prompt)
+        talk = self.talks[trajectory]
+        messages = _plain(prompt)
         inserted = self._inserted(talk, messages, schemas)
         ids = [*talk.dialogue.ids(), *inserted]
         if len(ids) + self.sampling.max_new_tokens > self.environment.longest:
@@ -306,7 +317,9 @@ class _Policy(vf.Client):
 
     def _inserted(self, talk: _Talk, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Return the tokens between the last answer and the next one."""
-        rendering, turns, known = self.environment.rendering, talk.dialogue.turns, talk.messages
+        rendering = self.environment.rendering
+        turns = talk.dialogue.turns
+        known = talk.messages
         if not turns:
             return rendering.begin(messages, tools)
         if len(messages) <= len(known) or not all(map(_same, known, messages)):

@@ -14,7 +14,8 @@ from nlgrpo.engine.guided_search import Candidate
 def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
     """Convert candidates to a rollout. Each is repeated ``places`` times, which gives U completions per prompt."""
     rows = [[candidate for candidate in candidates for _ in range(candidate.places)] for candidates in found]
-    flat, samples = [candidate for row in rows for candidate in row], len(rows[0])
+    flat = [candidate for row in rows for candidate in row]
+    samples = len(rows[0])
     rollout = padded(prompt_ids, [candidate.tokens for candidate in flat], samples)
     for row, candidate in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
         row[: len(candidate.tokens)] = torch.tensor(candidate.logprobs)

@@ -26,7 +26,9 @@ from nlgrpo.objectives.registry import Objective
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.runtime.distributed import Ranks
 
-KEPT_PROMPTS, KEPT_SAMPLES = 8, 16  # whose texts are saved
+# whose texts are saved
+KEPT_PROMPTS = 8
+KEPT_SAMPLES = 16
 
 
 @dataclass(frozen=True)

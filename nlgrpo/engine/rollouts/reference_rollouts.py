@@ -273,7 +273,8 @@ def differences(index: Index, origin: Provenance) -> list[str]:
     if index.origin.tokenizer != origin.tokenizer:
         found.append(f"the rollouts have the tokenizer of {index.model}, but the run has another tokenizer")
     if index.origin.guide != origin.guide:
-        unguided, guided = "samples of the model without guidance", "responses of a search guided by value models"
+        unguided = "samples of the model without guidance"
+        guided = "responses of a search guided by value models"
         stored, needed = (guided if guide else unguided for guide in (index.origin.guide, origin.guide))
         needed = "those of another search" if stored == needed else needed
         found.append(f"the rollouts are {stored}, but the run needs {needed}")

@@ -38,7 +38,8 @@ class Store:
     """Folder ``root / digest`` of safetensors files."""
 
     def __init__(self, root: Path, digest: str) -> None:
-        self.folder, self.digest = root / digest, digest
+        self.folder = root / digest
+        self.digest = digest
 
     @classmethod
     def make(cls, root: Path, identity: Mapping[str, Any], *, first: bool) -> Store:

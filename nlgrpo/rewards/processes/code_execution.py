@@ -69,8 +69,13 @@ class Code:
         for name, value, least in (("memory", memory, 64), ("workers", workers, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UserError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        self.column, self.entry, self.continue_prompt, self.partial = column, entry, continue_prompt, partial
-        self.seconds, self.memory, self.isolated = seconds, memory, isolated
+        self.column = column
+        self.entry = entry
+        self.continue_prompt = continue_prompt
+        self.partial = partial
+        self.seconds = seconds
+        self.memory = memory
+        self.isolated = isolated
         self.workers = workers or max(1, min(16, os.cpu_count() or 1))
         self.data_columns = (column, *([entry] if entry else []))
         if isolated and (first := self.run("pass", "")).status == "not isolated":
@@ -86,7 +91,8 @@ class Code:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        jobs, owners = list[tuple[str, str]](), list[int]()
+        jobs = list[tuple[str, str]]()
+        owners = list[int]()
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             program = program_of(text_of(completion), text_of(prompt) if self.continue_prompt else "")
             tests = columns[self.column][i]

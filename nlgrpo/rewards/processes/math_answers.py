@@ -35,7 +35,8 @@ class Math:
             raise UserError(f"seconds must be above 0, got {seconds!r}")
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
             raise UserError(f"workers must be a whole number of at least 0, got {workers!r}")
-        self.column, self.boxed = column, boxed
+        self.column = column
+        self.boxed = boxed
         self.data_columns = (column,)
         self._known: dict[str, str] = {}  # answers of the completions of the last call, for `answer`
         self.workers = Workers(SCRIPT, workers or max(1, min(8, (os.cpu_count() or 1) // 2)), seconds)

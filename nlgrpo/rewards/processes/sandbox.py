@@ -15,12 +15,24 @@ import sys
 from typing import Any
 
 NOT_ISOLATED = 97  # exit status
-NEW_USER, NEW_NET, NEW_PID, NEW_IPC = 0x10000000, 0x40000000, 0x20000000, 0x08000000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, the same on all architectures
+NEW_USER = 0x10000000
+NEW_NET = 0x40000000
+NEW_PID = 0x20000000
+NEW_IPC = 0x08000000
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+# system calls, the same on all architectures
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
 # Of seccomp filters: instructions, and for each machine its audit number, the number of clone, and those of the calls
 # that are forbidden: fork, vfork, and those that change the mode, owner, times or attributes of a file.
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
 NEW_THREAD = 0x00010000
 NUMBERS: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "x86_64": (
@@ -115,7 +127,8 @@ def limit(seconds: int, memory: int) -> None:
 
 
 def main() -> None:
-    options, program = json.loads(sys.argv[1]), sys.argv[2]
+    options = json.loads(sys.argv[1])
+    program = sys.argv[2]
     if options["isolated"]:
         try:
             isolate()

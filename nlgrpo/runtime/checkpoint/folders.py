@@ -57,7 +57,8 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
     try:
         files = json.loads(manifest.read_text("utf-8"))["files"]
         for name in sorted(files)[part::parts]:
-            size, written = files[name]["bytes"], files[name]["sha256"]
+            size = files[name]["bytes"]
+            written = files[name]["sha256"]
             if (path / name).stat().st_size != size:
                 return f"{path / name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
             if digest(path / name)["sha256"] != written:

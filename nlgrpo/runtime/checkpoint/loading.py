@@ -25,7 +25,8 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     save; ranks without saved random generators keep their own. Gradients are dropped. Raises UserError if all
     checkpoints are damaged, and if the newest complete one does not fit; the model is then unchanged.
     """
-    path, group = newest(folder), Group.all()
+    path = newest(folder)
+    group = Group.all()
     if path is None:
         return None
     saved = json.loads((path / "state.json").read_text("utf-8"))
@@ -41,7 +42,8 @@ def newest(folder: Path) -> Path | None:
 
     Raises UserError if all are damaged.
     """
-    folder, group = Path(folder), Group.all()
+    folder = Path(folder)
+    group = Group.all()
     first = group.rank == 0
     if first and folder.is_dir():
         folders.tidy(folder)

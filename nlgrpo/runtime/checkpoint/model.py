@@ -29,7 +29,8 @@ def read_model(path: Path, parameters: dict[str, Tensor], *, optional: str = "")
     fitting = {name: p for name, p in parameters.items() if shapes.get(name) == tuple(p.shape)}
     wrong = [name for name in parameters if name not in fitting and name != optional]
     if wrong:
-        saved, expected = shapes.get(wrong[0]), tuple(parameters[wrong[0]].shape)
+        saved = shapes.get(wrong[0])
+        expected = tuple(parameters[wrong[0]].shape)
         raise UserError(f"{path} does not fit: {wrong[0]} has shape {saved} there, and {expected} in the model")
     # DCP converts to the dtype of the parameters.
     storage.read(path, {f"{prefix}{name}": parameter.detach() for name, parameter in fitting.items()}, alone=True)

@@ -63,7 +63,9 @@ class Saver:
         trained_only: bool = False,
         background: bool = False,
     ) -> None:
-        self.folder, self.keep, self.trained_only = Path(folder), keep, trained_only
+        self.folder = Path(folder)
+        self.keep = keep
+        self.trained_only = trained_only
         self.background = background
         self._group = Group.all(own=background)
         self._writing: Future[Path] | None = None
@@ -91,7 +93,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until nothing is being written. Raises UserError on every rank if one could not write."""
         if self._writing is not None:
-            writing, self._writing = self._writing, None
+            writing = self._writing
+            self._writing = None
             writing.result()
 
 
@@ -133,7 +136,8 @@ def _on_host(tensors: Tensors) -> Tensors:
 def write(folder: Path, snapshot: Snapshot, keep: Keep, group: Group) -> Path:
     """Write a snapshot; collective. Raises UserError on every rank if one of them cannot write."""
     target = folders.named(folder, snapshot.step)
-    partial, first = folder / f".{target.name}.partial", group.rank == 0
+    partial = folder / f".{target.name}.partial"
+    first = group.rank == 0
     try:
         group.on_all(folder, lambda: folders.begin(partial) if first else None)
         own = {}

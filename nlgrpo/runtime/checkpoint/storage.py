@@ -56,7 +56,9 @@ class _HashedFiles(FileSystem):
 
 class _HashedFile:
     def __init__(self, stream: io.IOBase) -> None:
-        self.stream, self.size, self.sha256 = stream, 0, hashlib.sha256()
+        self.stream = stream
+        self.size = 0
+        self.sha256 = hashlib.sha256()
 
     def write(self, content: bytes) -> int:
         self.size += len(content)
@@ -73,7 +75,8 @@ class _HashedFile:
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that have the memory of an earlier one, such as tied weights: safetensors refuses them."""
-    found, seen = {}, set()
+    found = {}
+    seen = set()
     for name, tensor in tensors.items():
         place = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
         found[name] = tensor.clone() if place in seen else tensor
@@ -83,12 +86,16 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _files(tensors: Mapping[str, Tensor], world: int) -> dict[str, int]:
     """Number the files of the tensors, from 1; the same on every rank."""
-    files, number, filled = {}, 1, 0
+    files = {}
+    number = 1
+    filled = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size() // world
         if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        files[name], filled = number, filled + size
+            number = number + 1
+            filled = 0
+        files[name] = number
+        filled = filled + size
     return files
 
 

@@ -117,10 +117,8 @@ def _check_fit(path: Path, ours: Tensors, stored: Mapping[str, TensorStorageMeta
                 "  Resume with the model and optimiser of the save, or choose another folder to start again."
             )
     for name, tensor in ours.items():
-        saved, expected = (
-            _describe(stored[name].properties.dtype, stored[name].size),
-            _describe(tensor.dtype, tensor.shape),
-        )
+        saved = _describe(stored[name].properties.dtype, stored[name].size)
+        expected = _describe(tensor.dtype, tensor.shape)
         if saved != expected:
             raise UserError(f"{path} does not fit: {name} is {saved} in the checkpoint and {expected} in this run.")
 

@@ -30,7 +30,8 @@ def command(line: Sequence[str], number: int = signal.SIGTERM) -> list[str]:
 
 def main(pid: int, number: int, line: list[str]) -> None:
     try:
-        parent, run = os.pidfd_open(pid), os.pidfd_open(os.getpid())
+        parent = os.pidfd_open(pid)
+        run = os.pidfd_open(os.getpid())
     except ProcessLookupError:
         return
     if os.getppid() != pid:  # it has ended, and another process has its number

@@ -26,7 +26,8 @@ class Rendezvous:
             raise UserError(
                 f"MASTER_ADDR is set, but not {', '.join(missing)}: start the ranks with torchrun, or unset MASTER_ADDR"
             )
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"])
+        self.world = int(os.environ["WORLD_SIZE"])
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher; otherwise by rank 0
         self.root = _connect(timeout, serve=self.rank == 0 and not served)
         self.prefix = agree(self.root, self.rank, self.world, timeout)
@@ -49,7 +50,9 @@ def agree(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
         name = store.get(f"answer {question}").decode()
         store.set(f"confirmed {rank} {name}", "")
         return name
-    name, missing, deadline = uuid.uuid4().hex, list(range(1, world)), time.monotonic() + timeout.total_seconds()
+    name = uuid.uuid4().hex
+    missing = list(range(1, world))
+    deadline = time.monotonic() + timeout.total_seconds()
     while missing:
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {missing} did not start within {timeout.total_seconds():.0f} s")
@@ -62,5 +65,6 @@ def agree(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
 
 
 def _connect(timeout: timedelta, *, serve: bool = False) -> dist.TCPStore:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=serve)

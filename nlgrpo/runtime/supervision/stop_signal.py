@@ -35,7 +35,8 @@ class StopSignal:
         self.received = False
 
     def __enter__(self) -> StopSignal:
-        self._outer, StopSignal._current = StopSignal._current, self
+        self._outer = StopSignal._current
+        StopSignal._current = self
         self._before = {number: signal.signal(number, self._remember) for number in terminator.STOPPING}
         self._pipe: int | None = None
         if math.isfinite(self.grace):

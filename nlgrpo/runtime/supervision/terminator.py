@@ -37,7 +37,9 @@ LATER = 0.1  # seconds between later ones
 
 def watch(parent: int, grace: float, again: float) -> None:
     """Wait for the end of the parent or of the pipe; end the parent if it does not stop in time."""
-    received, insisted, deadline = 0, 0, math.inf
+    received = 0
+    insisted = 0
+    deadline = math.inf
     while os.getppid() == parent:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -62,10 +64,14 @@ def keep_time(parent: int) -> None:
     an empty line, which is answered by one; no signal is sent after it. The time in which the parent is stopped, as by
     Ctrl-Z, does not count, up to `CHECK` s before it goes on.
     """
-    deadline, following, why, received = math.inf, math.inf, "", b""
+    deadline = math.inf
+    following = math.inf
+    why = ""
+    received = b""
     now = time.monotonic()
     while os.getppid() == parent:
-        before, now = now, time.monotonic()
+        before = now
+        now = time.monotonic()
         if _is_stopped(parent):
             deadline += now - before
             following += now - before

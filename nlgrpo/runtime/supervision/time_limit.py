@@ -191,7 +191,8 @@ def _stop() -> None:
 def _forget() -> None:
     """In a forked process: the one that keeps the time belongs to the parent."""
     global _keeper, _keeping
-    _keeper, _keeping = None, False
+    _keeper = None
+    _keeping = False
 
 
 atexit.register(_stop)

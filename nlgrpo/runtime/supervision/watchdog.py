@@ -125,8 +125,13 @@ class Watchdog:
         every: float = EVERY,
         silent: float = SILENT,
     ) -> None:
-        self.store, self.rank, self.world, self.limits = store, rank, world, limits
-        self.every, self.silent, self.end = every, silent, end or _exit
+        self.store = store
+        self.rank = rank
+        self.world = world
+        self.limits = limits
+        self.every = every
+        self.silent = silent
+        self.end = end or _exit
         self.main = threading.get_ident()
         self.number = 0
         self.clock = 0.0  # seconds that this thread has watched
@@ -145,9 +150,11 @@ class Watchdog:
         self.exchanges.shutdown(wait=False)
 
     def _watch(self) -> None:
-        leaving, last = False, time.monotonic()
+        leaving = False
+        last = time.monotonic()
         while True:  # the first report is written at once: a rank without one may be loading a library for minutes
-            answer, asked = self.exchanges.submit(self._exchange, leaving), self.clock
+            answer = self.exchanges.submit(self._exchange, leaving)
+            asked = self.clock
             while not _done(answer, self.every) and self.clock - asked < self.silent:
                 last = self._advance(last)
             if leaving:

@@ -41,7 +41,8 @@ class MLflow:
 
 def begin(run: TrackedRun, memory: Memory) -> MLflow:
     """Start a run, or continue the one of the same folder by its id. Records system metrics if psutil is there."""
-    client, own = MlflowClient(), memory.get("mlflow")
+    client = MlflowClient()
+    own = memory.get("mlflow")
     if own is None:
         own = client.create_run(_experiment(client, run.project), run_name=run.name).info.run_id
         memory.set("mlflow", own)

@@ -63,7 +63,8 @@ class ProgressLine:
         self, total_steps: int, resume_step: int, shown: Sequence[tuple[str, str]], console: Console | None = None
     ) -> None:
         self.console = console or output()
-        self._total, self._shown = total_steps, shown
+        self._total = total_steps
+        self._shown = shown
         self._live = _live(self.console, total_steps, resume_step)
         self._times: deque[tuple[int, float]] = deque([(resume_step, time.monotonic())], maxlen=50)
 
