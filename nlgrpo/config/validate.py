@@ -92,8 +92,8 @@ def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> li
     ]
 
 
-def profile_faults(text: str, steps: int) -> list[str]:
-    """List what is wrong with the steps to profile, of a run of ``steps``."""
+def profile_faults(text: str, steps: float = math.inf) -> list[str]:
+    """List what is wrong with the steps to profile, of a run of ``steps``; inf: their number is not known yet."""
     try:
         profiled = steps_of(text)
     except ValueError as error:

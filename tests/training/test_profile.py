@@ -6,7 +6,7 @@ import json
 import pytest
 from helpers import tiny_model
 
-from nlgrpo import train
+from nlgrpo import cli, train
 from nlgrpo.runtime.profiling import steps_of
 from nlgrpo.training.tracking.run_files import read_jsonl
 
@@ -70,3 +70,21 @@ def test_other_texts_are_refused(text, folder, capsys):
         steps_of(text)
     assert train.main(run_of(f"--train.profile={text}")) == 2
     assert "train.profile = " in capsys.readouterr().err
+
+
+@pytest.fixture
+def pairs(folder):
+    rows = [{"prompt": f"w{i}", "chosen": " w1 w2", "rejected": " w3"} for i in range(12)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["reward-model", "train", "--model.path=model", "--data.source=pairs.jsonl", "--evaluation.pairs=0",
+            "--train.pairs=4", "--train.out=run"]  # fmt: skip
+
+
+def test_a_reward_model_is_profiled_too(folder, pairs):
+    assert cli.main([*pairs, "--train.profile=1:3"]) == 0
+    assert phases_in(folder)["update"] == 2
+
+
+def test_what_is_no_range_is_refused_for_a_reward_model_too(pairs, capsys):
+    assert cli.main([*pairs, "--train.profile=3"]) == 2
+    assert "train.profile = '3': expected FIRST:LAST" in capsys.readouterr().err

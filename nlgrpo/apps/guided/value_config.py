@@ -13,7 +13,7 @@ import tyro
 
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import FREE, EpochsConfig, ModelConfig, OptimConfig, free
-from nlgrpo.config.validate import lora_faults, need_of, optim_faults, refuse, train_faults
+from nlgrpo.config.validate import lora_faults, need_of, optim_faults, profile_faults, refuse, train_faults
 from nlgrpo.errors import UserError
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
@@ -194,6 +194,7 @@ def check_value_config(cfg: ValueConfig) -> None:
             need("train.completions", ">= 1", cfg.train.completions >= 1),
             need("train.head_only", "false with adapters", not (cfg.train.head_only and cfg.lora.enabled)),
             *train_faults(cfg.train, need),
+            *profile_faults(cfg.train.profile),
             need("evaluation.prompts", ">= 0 (0: no evaluation)", cfg.evaluation.prompts >= 0),
             need("evaluation.every", ">= 0 (0: only before and after)", cfg.evaluation.every >= 0),
         ]

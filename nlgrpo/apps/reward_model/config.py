@@ -12,7 +12,7 @@ import tyro
 
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import FREE, EpochsConfig, ModelConfig, OptimConfig, free
-from nlgrpo.config.validate import SPLIT, lora_faults, need_of, optim_faults, refuse, train_faults
+from nlgrpo.config.validate import SPLIT, lora_faults, need_of, optim_faults, profile_faults, refuse, train_faults
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import secrets
 from nlgrpo.runtime.distributed import ParallelConfig
@@ -120,6 +120,7 @@ def check_reward_model_config(cfg: RewardModelConfig) -> None:
             need("train.epochs", "> 0", train.epochs > 0),
             need("train.pairs", ">= 1", train.pairs >= 1),
             *train_faults(train, need),
+            *profile_faults(train.profile),
             need("evaluation.pairs", ">= 0 (0: no evaluation)", cfg.evaluation.pairs >= 0),
             need("evaluation.every", ">= 0 (0: only before and after)", cfg.evaluation.every >= 0),
         ]
