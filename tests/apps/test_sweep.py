@@ -772,7 +772,7 @@ def wait_for(path):
 UNDRAWN = """
 import sys
 from nlgrpo import train
-from nlgrpo.evaluation import report
+from nlgrpo.apps.report import report
 report.write_report = lambda folder: (folder / "report.html").write_text("")
 sys.exit(train.main(sys.argv[2:]))
 """

@@ -77,8 +77,8 @@ TAKEN_OUT = {
         "partial files are left|started again, it ended with status",
     ),
     "the watchdog": (
-        "from contextlib import nullcontext\nfrom nlgrpo.runtime.supervision import process_group\n"
-        "process_group.watching = lambda *_: nullcontext()",
+        "from contextlib import nullcontext\nfrom nlgrpo.runtime.supervision import watchdog\n"
+        "watchdog.watching = lambda *_: nullcontext()",
         "rollout:rank-stopped",
         "it has not ended after 60 s",
     ),
