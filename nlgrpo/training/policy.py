@@ -91,13 +91,15 @@ def policy_engine(setup: Setup, model: Decoder, stopping: Callable[[], bool] = l
         return
     from nlgrpo.engine.backends import frozen
 
-    folder = Path(cfg.vllm.folder or run / "engine")
     if cfg.vllm.servers:
         from nlgrpo.engine.backends import servers
 
-        folder = servers.weights_folder(cfg.vllm, run, setup.ranks, setup.shape.parameters * setup.compute.itemsize)
-    if setup.ranks.first and not cfg.vllm.folder:
-        atomic_files.remove(folder)  # what a killed trainer left
+        size = setup.shape.parameters * setup.compute.itemsize
+        folder = servers.weights_folder(cfg.vllm, run, setup.ranks, size)
+    else:
+        folder = Path(cfg.vllm.folder or run / "engine")
+        if setup.ranks.first and not cfg.vllm.folder:
+            atomic_files.remove(folder)  # what a killed trainer left
     engine = frozen.of_policy(
         setup.source,
         setup.shape,

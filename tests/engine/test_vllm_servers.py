@@ -475,31 +475,46 @@ def test_servers_on_this_machine_are_known_by_their_names(urls, here):
     assert servers.on_this_machine(urls) is here
 
 
-def test_weights_for_servers_on_this_machine_are_in_shared_memory_if_they_fit(tmp_path, monkeypatch):
-    local, run, shared = VLLMConfig(servers=("http://localhost:1",)), tmp_path / "run", tmp_path / "shm"
-    shared.mkdir()
-    monkeypatch.setattr(servers, "SHARED_MEMORY", shared)
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(servers, "SHARED_MEMORY", folder)
+    return folder
+
+
+LOCAL = VLLMConfig(servers=("http://localhost:1",))
+
+
+def test_weights_for_servers_on_this_machine_are_in_shared_memory_if_they_fit(tmp_path, shared, monkeypatch):
+    run = tmp_path / "run"
     free = shutil.disk_usage(shared).free
-    found = servers.weights_folder(local, run, ALONE, 10.0)
+    found = servers.weights_folder(LOCAL, run, ALONE, 10.0)
     assert found.parent == shared
-    assert found == servers.weights_folder(local, run, ALONE, 10.0)  # so that the next start removes what a kill left
-    assert found != servers.weights_folder(local, tmp_path / "other", ALONE, 10.0)
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert found != servers.weights_folder(LOCAL, tmp_path / "other", ALONE, 10.0)
     beside = run / "engine"
-    assert servers.weights_folder(local, run, ALONE, 2.0 * free) == beside
+    assert servers.weights_folder(LOCAL, run, ALONE, 2.0 * free) == beside
     assert servers.weights_folder(VLLMConfig(servers=("http://node7:1",)), run, ALONE, 10.0) == beside
-    assert servers.weights_folder(replace(local, folder=str(tmp_path)), run, ALONE, 10.0) == tmp_path
+    assert servers.weights_folder(replace(LOCAL, folder=str(tmp_path)), run, ALONE, 10.0) == tmp_path
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # one rank of several nodes has another number than all ranks
-    assert servers.weights_folder(local, run, ALONE, 10.0) == beside
+    assert servers.weights_folder(LOCAL, run, ALONE, 10.0) == beside
 
 
-def test_what_a_killed_trainer_left_in_shared_memory_counts_as_free(tmp_path, monkeypatch):
-    local, shared = VLLMConfig(servers=("http://localhost:1",)), tmp_path / "shm"
-    shared.mkdir()
-    monkeypatch.setattr(servers, "SHARED_MEMORY", shared)
-    found = servers.weights_folder(local, tmp_path / "run", ALONE, 10.0)
-    (found / "policy-3").mkdir(parents=True)
-    (found / "policy-3" / "model.safetensors").write_bytes(bytes(500))
-    usage = shutil.disk_usage(shared)
-    monkeypatch.setattr(servers.shutil, "disk_usage", lambda _: usage._replace(free=100))
-    assert servers.weights_folder(local, tmp_path / "run", ALONE, 250.0) == found
-    assert servers.weights_folder(local, tmp_path / "run", ALONE, 350.0) == tmp_path / "run" / "engine"
+def test_what_a_killed_trainer_left_is_removed(tmp_path, shared):
+    found = servers.weights_folder(LOCAL, tmp_path / "run", ALONE, 10.0)
+    for folder in (found, tmp_path / "run" / "engine"):
+        (folder / "policy-3").mkdir(parents=True)
+    assert servers.weights_folder(LOCAL, tmp_path / "run", ALONE, 10.0) == found
+    assert list(found.iterdir()) == []
+    assert not (tmp_path / "run" / "engine").exists()
+
+
+def test_a_link_with_the_name_is_not_followed(tmp_path, shared):
+    found = servers.weights_folder(LOCAL, tmp_path / "run", ALONE, 10.0)
+    found.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    found.symlink_to(tmp_path / "elsewhere")
+    assert servers.weights_folder(LOCAL, tmp_path / "run", ALONE, 10.0) == tmp_path / "run" / "engine"
+    assert (tmp_path / "elsewhere" / "file").exists()

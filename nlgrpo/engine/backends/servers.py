@@ -44,7 +44,7 @@ GRACE = 20.0  # seconds for what servers do when the user stops the run
 Result = TypeVar("Result")
 
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # nosec B108 - a directory of this user, made with the mode 0700
 
 
 def on_this_machine(urls: Sequence[str]) -> bool:
@@ -57,19 +57,32 @@ def weights_folder(options: VLLMConfig, run: Path, ranks: Ranks, size: float) ->
     """Return the directory in which the servers find the weights; collective, the same on all ranks.
 
     It is vllm.folder if that is set. If the servers and all ranks are on this machine, it is in the shared memory, if
-    two versions of ``size`` bytes fit there. Else it is in the folder of the run.
+    two versions of ``size`` bytes fit there, and only this user can read it. Else it is in the folder of the run. What
+    a killed trainer of this run left in either of the two is removed.
     """
     if options.folder:
         return Path(options.folder)
-    folder = run / "engine"
-    one_machine = ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if on_this_machine(options.servers) and one_machine and SHARED_MEMORY.is_dir():
-        shared = SHARED_MEMORY / f"nlgrpo-{_digest(str(run.resolve()))}"
-        held = sum(path.stat().st_size for path in shared.rglob("*") if path.is_file())  # of a trainer that was killed
-        if shutil.disk_usage(SHARED_MEMORY).free + held > 2 * size:
-            folder = shared
-    found: Path = ranks.gather_objects(folder)[0]
+    found: Path = ranks.gather_objects(_own_folder(options, run, ranks, size) if ranks.first else None)[0]
     return found
+
+
+def _own_folder(options: VLLMConfig, run: Path, ranks: Ranks, size: float) -> Path:
+    """`weights_folder` on the first rank."""
+    beside = run / "engine"
+    atomic_files.remove(beside)
+    one_machine = ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not (one_machine and on_this_machine(options.servers) and SHARED_MEMORY.is_dir()):
+        return beside
+    shared = SHARED_MEMORY / f"nlgrpo-{os.getuid()}-{_digest(str(run.resolve()))}"
+    if shared.is_dir() and not shared.is_symlink() and shared.stat().st_uid == os.getuid():
+        atomic_files.remove(shared)
+    if shutil.disk_usage(SHARED_MEMORY).free < 2 * size:
+        return beside
+    try:
+        shared.mkdir(mode=0o700)
+    except OSError:  # somebody else has the name, or the memory cannot be written
+        return beside
+    return shared
 
 
 @dataclass(kw_only=True)
