@@ -4,7 +4,7 @@
 
 Tensors are fake (``FakeTensorMode``) and so is the process group, so no memory is allocated and one process is rank 0
 of all ranks. It trains for two steps; ``FSDPMemTracker`` (``MemTracker`` without FSDP2) counts the bytes of the second,
-in which optimizer states exist. "Plan" is `planning.memory.estimate` without the process and the allocator's overhead,
+in which optimizer states exist. "Plan" is `apps.plan.memory.estimate` without the process and the allocator's overhead,
 which no tracker sees. The tensors are those of a CPU that computes in bfloat16 without compiled ops.
 
 The fused head is one op, whose temporary tensors a tracker does not see. `Head` runs its blocks of logits one by one.

@@ -3,7 +3,7 @@
     python bench/bench_recompute.py [--quick] [--models 97M] [--save]
 
 Both sides run the same forward and backward pass of log-probs over one prompt with 8 completions, taking turns in one
-process, and their gradients are equal to the bit. Bytes per token of a block are traced (`planning.activations`), with
+process, and their gradients are equal to the bit. Bytes per token of a block are traced (`apps.plan.activations`), with
 the default of the model: narrow ones compute nothing again.
 """
 
