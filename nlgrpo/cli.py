@@ -146,7 +146,8 @@ def _run(arguments: Sequence[str]) -> int:
         print(__version__)
         return 0
     if arguments[0] not in COMMANDS:
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        near = [name for name in COMMANDS if arguments[0] and name.startswith(arguments[0])]
+        near = near or difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {arguments[0]!r}; {hint}")
     module, function = COMMANDS[arguments[0]][0].split(":")

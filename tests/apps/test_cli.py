@@ -175,6 +175,7 @@ def test_the_list_of_commands_is_fast():
 
 def test_an_unknown_command(call):
     assert call("trian") == (2, "", "error: unknown command 'trian'; did you mean 'train'?\n")
+    assert call("eval") == (2, "", "error: unknown command 'eval'; did you mean 'evaluate'?\n")
     status, _, err = call("zzz")
     assert status == 2
     assert f"the commands are: {', '.join(cli.COMMANDS)}" in err
