@@ -385,7 +385,8 @@ def test_weights_that_the_server_cannot_read(server, model, tmp_path, monkeypatc
     engine = connect(tmp_path, server)
     monkeypatch.setattr(VLLMServers, "_folder", lambda self, name: Path("/nowhere"))
     monkeypatch.setattr(VLLMServers, "_save", lambda self, model, folder: None)
-    with pytest.raises(EngineError, match="/nowhere does not exist here: the server and the trainer need a shared"):
+    said = r"/nowhere does not exist here: the server and the trainer need a shared disk; set vllm\.folder"
+    with pytest.raises(EngineError, match=said):
         engine.take(model, 0)
 
 

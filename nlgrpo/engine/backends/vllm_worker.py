@@ -6,6 +6,7 @@ It does not import vLLM.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ class Worker:
         if its_run and run == its_run and int(newest) > int(version):
             raise UserError(f"it has newer weights than {name}: those of version {newest}")
         path = Path(folder)
-        if not path.is_dir():
-            raise UserError(f"{folder} does not exist here: the server and the trainer need a shared disk")
+        if not os.path.isdir(folder):  # also False, without an error, for a folder of another user
+            raise UserError(
+                f"{folder} does not exist here: the server and the trainer need a shared disk; "
+                "set vllm.folder to a folder that both can read"
+            )
         if not any(path.glob("*.safetensors")):
             raise UserError(f"{folder} has no weights in the format safetensors")
         theirs = json.loads((path / "config.json").read_text("utf-8"))
