@@ -85,9 +85,16 @@ class RealServer:
         raise AssertionError(f"the server does not answer: {self.log.read_text()[-4000:]}")
 
     def kill(self) -> None:
-        """Kill the server and all processes that it started."""
+        """Kill the server and all processes that it started, and wait for their end.
+
+        The operating system frees a killed process's memory first, so the engine can end seconds after the server.
+        """
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        deadline = time.monotonic() + 60.0
+        while (left := processes_of(self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"still running a minute after SIGKILL: {left}"
 
 
 def processes_of(group: int) -> list[str]:
