@@ -1,4 +1,4 @@
-"""Check an installed wheel, for cibuildwheel and test_wheels.py: the package, its compiled ops, and a command."""
+"""Check an installed wheel, for cibuildwheel and test_packaging.py: the package, its compiled ops, and a command."""
 
 import sys
 
