@@ -35,9 +35,9 @@ from nlgrpo.model.architectures import (
 from nlgrpo.model.attention import PackedAttention, Rope
 from nlgrpo.model.tokenizer import save_tokenizer
 
-RECOMPUTED_WIDTH = (
-    256  # of a model: in narrower ones, norms and activations take a tenth of the time, and little memory
-)
+# Width of a model from which norms and activations are recomputed: in narrower ones they take a tenth of the time, and
+# little memory.
+RECOMPUTED_WIDTH = 256
 # (hidden (S, D), weight (V, D)) -> any result. After `Decoder.limit_vocabulary` it also gets bias (V,), by this name.
 Head = Callable[..., Any]
 Attend = Callable[..., Tensor]  # (qkv (T, H + 2 Hk, d), rope, *, heads, layer, scale, window) -> (T, H, d)

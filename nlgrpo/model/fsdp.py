@@ -236,10 +236,16 @@ def check_finite(model: nn.Module, ranks: Ranks, why: str) -> None:
 
     ``why`` is the end of the message.
     """
-    parts = ((name, shards.local(p.detach())) for name, p in model.named_parameters())
-    extremes = ((name, part.aminmax()) for name, part in parts if part.numel())  # without temporary tensors
-    bad = next((name for name, (low, high) in extremes if not (low.isfinite() and high.isfinite())), None)
-    if names := [name for name in ranks.gather_objects(bad) if name is not None]:
+    bad = None
+    for name, parameter in model.named_parameters():
+        part = shards.local(parameter.detach())
+        if part.numel():
+            low, high = part.aminmax()  # without temporary tensors
+            if not (low.isfinite() and high.isfinite()):
+                bad = name
+                break
+    names = [name for name in ranks.gather_objects(bad) if name is not None]
+    if names:
         raise UserError(f"{names[0]} has NaN or infinite values{why}")
 
 

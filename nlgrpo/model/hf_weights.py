@@ -293,7 +293,10 @@ def check_unexpected(folder: Path, model: nn.Module, names: Iterable[str]) -> No
     for name in sorted(name for name in names if not BUFFERS.search(name)):
         layers = re.match(r"(.+?)\.\d+\.", name)
         owned = name.rpartition(".")[0] in modules or (layers is not None and layers[1] in modules)
-        (inside if owned else outside).append(name)
+        if owned:
+            inside.append(name)
+        else:
+            outside.append(name)
     if inside:
         raise UserError(_without_place(folder, inside))
     if outside:
@@ -400,11 +403,11 @@ def layout(
     like: Mapping[str, Tensor], shape: Shape, places: Mapping[str, Source]
 ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
     """Shape and dtype of each stored tensor, for our tensors ``like``, which may be on the meta device."""
-    return {
-        name: (size, tensor.dtype)
-        for ours, tensor in like.items()
-        for name, size, _ in as_stored(tensor, places[ours], shape)
-    }
+    found: dict[str, tuple[Sequence[int], torch.dtype]] = {}
+    for ours, tensor in like.items():
+        for name, size, _ in as_stored(tensor, places[ours], shape):
+            found[name] = (size, tensor.dtype)
+    return found
 
 
 def all_stored(

@@ -224,7 +224,8 @@ def count(config: LoraConfig, shape: Shape) -> int:
         for name, (_, rows) in parts_of(shape, f"blocks.0.{projection}").items():
             if name in wanted:
                 total += config.rank * (inputs[projection] + (outputs[projection] if rows < 0 else rows))
-    return shape.layers * total + len([n for n in config.modules_to_save if n in places]) * shape.vocab * shape.width
+    saved = sum(name in places for name in config.modules_to_save)
+    return shape.layers * total + saved * shape.vocab * shape.width
 
 
 # --- adapters of a model ----------------------------------------------------------------------------------------------
@@ -255,8 +256,10 @@ def attach(model: Model, config: LoraConfig, compute: torch.dtype) -> None:
         for projection in PROJECTIONS:
             base = block.get_submodule(projection)
             assert isinstance(base, nn.Linear)
-            parts = {k: v for k, v in parts_of(model.shape, f"blocks.{i}.{projection}").items() if k in wanted}
-            parts = {k: (first, base.out_features if rows < 0 else rows) for k, (first, rows) in parts.items()}
+            parts: dict[str, tuple[int, int]] = {}
+            for name, (first, rows) in parts_of(model.shape, f"blocks.{i}.{projection}").items():
+                if name in wanted:
+                    parts[name] = (first, base.out_features if rows < 0 else rows)
             if parts:
                 setattr(block, projection, LoraLinear(base, parts, config, dtype))
     for name in config.modules_to_save:

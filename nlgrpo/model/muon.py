@@ -64,14 +64,19 @@ def block_matrices(model: Decoder) -> list[dict[str, Any]]:
     shape = model.shape
     blocks = [cast(Block, block) for block in model.blocks]
     d = shape.head_dim
-    gated = shape.gated
+    single: list[Tensor] = []
+    for block in blocks:
+        single += [block.out.weight, block.down.weight]
     return [
         {
             "params": [block.qkv.weight for block in blocks],
             "parts": (shape.heads * d, shape.kv_heads * d, shape.kv_heads * d),
         },
-        {"params": [block.up.weight for block in blocks], "parts": (shape.ffn, shape.ffn) if gated else ()},
-        {"params": [weight for block in blocks for weight in (block.out.weight, block.down.weight)], "parts": ()},
+        {
+            "params": [block.up.weight for block in blocks],
+            "parts": (shape.ffn, shape.ffn) if shape.gated else (),
+        },
+        {"params": single, "parts": ()},
     ]
 
 
@@ -140,7 +145,8 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
                 self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        states, (beta1, beta2) = [self.state[p] for p in params], group["betas"]
+        states = [self.state[p] for p in params]
+        beta1, beta2 = group["betas"]
         adamw(
             params,
             [cast(Tensor, p.grad) for p in params],

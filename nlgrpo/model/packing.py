@@ -92,21 +92,28 @@ def pack_sets(
     """
     prompts = _number(prompt_ids)
     suffixes = dict[int, _Suffix]()
-    for r in (r for rows in sets for r in rows):
-        suffixes[r] = _Suffix.of(completion_ids[r], inserted[r] if inserted else {})
     by_prompts: dict[tuple[int, ...], list[int]] = {}
     for i, rows in enumerate(sets):
+        for r in rows:
+            suffixes[r] = _Suffix.of(completion_ids[r], inserted[r] if inserted else {})
         by_prompts.setdefault(tuple(sorted({prompts[r] for r in rows})), []).append(i)
+
+    # A unit is a list of sets with the same prompts that stay together.
     units = list[list[int]]()
     unit_sizes = list[int]()
     for members in by_prompts.values():
-        shared = sum(len(prompt_ids[r]) for r in {prompts[r]: r for r in sets[members[0]]}.values())
+        a_row_of_each_prompt = {prompts[r]: r for r in sets[members[0]]}
+        shared = sum(len(prompt_ids[r]) for r in a_row_of_each_prompt.values())
         sizes = {i: sum(len(suffixes[r].tokens) for r in sets[i]) for i in members}
         for part in bins(sizes, max(max_tokens, group_tokens) - shared):
             units.append([r for i in part for r in sets[i]])
             unit_sizes.append(shared + sum(sizes[i] for i in part))
-    parts = [[r for unit in part for r in units[unit]] for part in bins(dict(enumerate(unit_sizes)), max_tokens)]
-    return [_micro_batch(prompt_ids, suffixes, prompts, part, device) for part in parts]
+
+    batches = []
+    for part in bins(dict(enumerate(unit_sizes)), max_tokens):
+        rows_of_part = [r for unit in part for r in units[unit]]
+        batches.append(_micro_batch(prompt_ids, suffixes, prompts, rows_of_part, device))
+    return batches
 
 
 class _Suffix(NamedTuple):
@@ -263,9 +270,8 @@ class PairBatch:
 
     tokens: Tensor  # (T,)
     segments: Segments
-    select: (
-        Tensor  # (2n,) index in `tokens` of the token at which each sequence is scored: chosen, rejected, chosen, ..
-    )
+    # (2n,) index in `tokens` of the token at which each sequence is scored: chosen, rejected, chosen, ..
+    select: Tensor
     row: Tensor  # (n,) number of each pair
 
 

@@ -85,7 +85,9 @@ def stop_ids_of(tokenizer: PreTrainedTokenizerBase, source: Path) -> list[int]:
     for path in (source / "generation_config.json", source / "config.json"):
         if path.is_file():
             ids += _declared_stops(path)
-    return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return ids
 
 
 def _declared_stops(path: Path) -> list[int]:
@@ -93,7 +95,9 @@ def _declared_stops(path: Path) -> list[int]:
         declared = json.loads(path.read_text("utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from error
-    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if declared is None:
+        return []
+    ids = declared if isinstance(declared, list) else [declared]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise UserError(f"{path}: eos_token_id = {declared!r} is neither a token id nor a list of token ids")
     return ids

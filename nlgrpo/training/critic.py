@@ -166,7 +166,8 @@ def make_critic(
     stored = master_dtype(compute)
     if cfg.critic.trunk == "shared":
         head = nn.Linear(policy.shape.width, 1, bias=False, device=ranks.device, dtype=stored)
-        return Critic(cfg.critic, _zero(head), ranks)
+        nn.init.zeros_(head.weight)
+        return Critic(cfg.critic, head, ranks)
     path = cfg.critic.path or cfg.model.path
     seed = cfg.train.seed
     if adapter is not None:
@@ -174,16 +175,11 @@ def make_critic(
     sharded = partial(prepare, adapter=adapter, ranks=ranks, compute=compute, parallel=cfg.parallel)
     model, trained = reward_model.load_reward_model(path, seed=seed, dtype=stored, device=ranks.device, shard=sharded)
     if not trained:
-        _zero(reward_model.head_of(model))
+        nn.init.zeros_(reward_model.head_of(model).weight)
     if adapter is not None:
         adapters.init_adapters(model, adapter, seed)
     model.configure(cfg.model.activation_checkpointing, cfg.model.compile)
     return Critic(cfg.critic, model, ranks)
-
-
-def _zero(head: nn.Linear) -> nn.Linear:
-    nn.init.zeros_(head.weight)
-    return head
 
 
 def whiten(values: Tensor, mask: Tensor, ranks: Ranks) -> Tensor:

@@ -170,15 +170,16 @@ class DivergenceWatch:
         if empty_steps != 1 and not ends:
             return
         reason = why()
+        plural = "s" if empty_steps > 1 else ""
         advice = "None and an error with on_error = 'skip' count nowhere, so nothing is learned: correct the reward"
         if ends:
             raise UserError(
-                f"no completion has had a reward for {empty_steps} step{'s' * (empty_steps > 1)} in a row, until step "
+                f"no completion has had a reward for {empty_steps} step{plural} in a row, until step "
                 f"{step + 1}. In the last one: {reason}. {advice}, or increase train.max_empty_steps = {limit} (0: "
                 "never ends)"
             )
         if self.ranks.first:
-            after = f"; train.max_empty_steps = {limit} such steps in a row end the run" * (limit > 0)
+            after = f"; train.max_empty_steps = {limit} such steps in a row end the run" if limit > 0 else ""
             print(
                 f"warning: no completion of step {step + 1} has a reward: {reason}. {advice}{after}",
                 file=sys.stderr,

@@ -136,10 +136,13 @@ class GlobalBatch:
 
     def objective_inputs(self) -> dict[str, Tensor]:
         """The input of each objective: the calibrated reward if there is one, else the raw reward; with its answers."""
-        voted = {
-            name: torch.stack([self.rewards[name], a.to(self.rewards[name])], -1) for name, a in self.answers.items()
-        }
-        return self.rewards | {name: c.values for name, c in self.calibrated.items()} | voted
+        inputs = dict(self.rewards)
+        for name, calibrated in self.calibrated.items():
+            inputs[name] = calibrated.values
+        for name, answers in self.answers.items():
+            rewards = self.rewards[name]
+            inputs[name] = torch.stack([rewards, answers.to(rewards)], -1)
+        return inputs
 
     def values(self, objectives: Mapping[str, Objective]) -> Tensor:
         """Values R_i of the objectives at each prompt, (m, P); NaN where the reward abstained."""
@@ -208,12 +211,16 @@ class GlobalBatch:
         out["advantage/ess"] = float(effective_sample_size(advantages[some]))
         out["advantage/frac_zero_std"] = float(_equal(linear[some], scored[some]).double().mean())
         out["rewards/dropped_groups"] = float(self.dropped.sum())
+        kept = ~self.dropped
         for name, r in scores.items():
-            if (abstained := r[~self.dropped].isnan()).any():
+            abstained = r[kept].isnan()
+            if abstained.any():
                 out[f"rewards/{name}/abstained"] = float(abstained.double().mean())
-            if (unranked := self._unranked(name)[~self.dropped]).any():
+            unranked = self._unranked(name)[kept]
+            if unranked.any():
                 out[f"rewards/{name}/unranked"] = float(unranked.double().mean())
-        out |= {f"rewards/{name}/nan": count / self.lengths.numel() for name, count in self.nans.items()}
+        for name, count in self.nans.items():
+            out[f"rewards/{name}/nan"] = count / self.lengths.numel()
         return out | rollout_metrics(scores, weights, self.lengths, self.finished)
 
     def _unranked(self, name: str) -> Tensor:
@@ -225,30 +232,49 @@ class GlobalBatch:
 
     def without_reward(self, objectives: Mapping[str, Objective], rewards: Mapping[str, RewardConfig]) -> str:
         """Say for each reward how many completions it scored, and why not the others."""
-        parts = [self._missing(name, objectives[name], reward) for name, reward in rewards.items()]
-        dropped = f"{int(self.dropped.sum())} of {len(self.dropped)} groups dropped because a reward failed"
-        return "; ".join([part for part in parts if part] + [dropped] * bool(self.dropped.any()))
+        parts = []
+        for name, reward in rewards.items():
+            missing = self._missing(name, objectives[name], reward)
+            if missing:
+                parts.append(missing)
+        if self.dropped.any():
+            dropped = int(self.dropped.sum())
+            parts.append(f"{dropped} of {len(self.dropped)} groups dropped because a reward failed")
+        return "; ".join(parts)
 
     def _missing(self, name: str, objective: Objective, reward: RewardConfig) -> str:
+        """What `without_reward` says of one reward; "" for one that takes no part in the update and did not fail."""
         given = self.given[name]
-        scored = ~(given.diagonal(dim1=-2, dim2=-1) if objective.pairwise else given).isnan()
+        if objective.pairwise:
+            given = given.diagonal(dim1=-2, dim2=-1)
+        scored = ~given.isnan()
         failed = self.dropped & ~scored.any(-1) & (reward.on_error == "skip")  # any other failure ends the run
         if reward.weight == 0 and not failed.any():
             return ""
+        counts = []
+        needs = ""
+        if failed.any():
+            counts.append(f"failed in {int(failed.sum())} of {len(failed)} groups")
         abstained = int((~scored[~failed]).sum())
-        counts = [f"failed in {int(failed.sum())} of {len(failed)} groups"] * bool(failed.any())
-        counts += [f"abstained for {abstained} of {scored.numel()} completions"] * (abstained > 0)
-        counts += [f"scored {int(scored.sum())} of {scored.numel()}"] * bool(scored.any())
+        if abstained:
+            counts.append(f"abstained for {abstained} of {scored.numel()} completions")
+        if scored.any():
+            counts.append(f"scored {int(scored.sum())} of {scored.numel()}")
+            if objective.fewest > 1:
+                needs = f" ({objective} needs {objective.fewest} in a group)"
         unranked = int(self._unranked(name).sum())
-        counts += [f"has too few samples of the reference to rank {unranked} of them"] * (unranked > 0)
-        needs = f" ({objective} needs {objective.fewest} in a group)" * bool(scored.any() and objective.fewest > 1)
+        if unranked:
+            counts.append(f"has too few samples of the reference to rank {unranked} of them")
         return f"reward {name!r} {' and '.join(counts)}{needs}"
 
     def with_logged(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Add the metrics that rewards logged to ``stats``; a name that the run itself uses becomes ``logged/NAME``."""
         used = {*RUN_METRICS, *(name.partition("/")[0] for name in stats)}
-        new = {f"logged/{name}" if name.partition("/")[0] in used else name: x for name, x in self.logged.items()}
-        return {**stats, **new}
+        out = dict(stats)
+        for name, value in self.logged.items():
+            clashes = name.partition("/")[0] in used
+            out[f"logged/{name}" if clashes else name] = value
+        return out
 
     def samples(
         self,
@@ -300,8 +326,10 @@ def _plain(value: object) -> object:
 
 def _mean_over(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Mean of each name's values over all parts."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    by_name = {name: [value for part in parts for value in part.get(name, ())] for name in names}
+    by_name: dict[str, list[float]] = {}
+    for part in parts:
+        for name, values in part.items():
+            by_name.setdefault(name, []).extend(values)
     return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
@@ -335,13 +363,10 @@ def rollout_metrics(
     metrics["reward_std"] = _nanstd(total.flatten())
     # An absolute tolerance, as in TRL: equal rewards must count as equal although their mean is rounded.
     metrics["frac_reward_zero_std"] = (group_std[~group_std.isnan()].abs() <= 1e-8).double().mean()
-    metrics |= _length_metrics(lengths.double(), finished.bool())
-    return {name: value.item() for name, value in metrics.items()}
-
-
-def _length_metrics(lengths: Tensor, finished: Tensor) -> dict[str, Tensor]:
+    lengths = lengths.double()
+    finished = finished.bool()
     ended = lengths[finished] if finished.any() else lengths.new_zeros(1)  # 0 if no completion ended, as in TRL
-    return {
+    metrics |= {
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
@@ -350,6 +375,7 @@ def _length_metrics(lengths: Tensor, finished: Tensor) -> dict[str, Tensor]:
         "completions/min_terminated_length": ended.min(),
         "completions/max_terminated_length": ended.max(),
     }
+    return {name: value.item() for name, value in metrics.items()}
 
 
 def _nanstd(values: Tensor) -> Tensor:

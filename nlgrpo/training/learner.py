@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | None = None) -> torch.optim.Optimizer:
     """Build the optimizer, without weight decay on norms and biases. Groups of the critic have the key "critic"."""
-    groups = _groups(model, optim) + [group | {"critic": True} for group in _groups(critic, optim)]
+    groups = _groups(model, optim)
+    if critic is not None:
+        groups += [group | {"critic": True} for group in _groups(critic, optim)]
     if optim.algorithm == "muon":
         from nlgrpo.model.muon import Muon
 
@@ -36,22 +39,19 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, critic: nn.Module | Non
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def _groups(model: nn.Module | None, optim: OptimConfig) -> list[dict[str, Any]]:
-    if model is None:
-        return []
-    matrices: list[dict[str, Any]] = []
+def _groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
+    taken = set[int]()
     if optim.algorithm == "muon" and isinstance(model, Decoder):
         from nlgrpo.model.muon import block_matrices
 
-        own = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-        matrices = [group | {key: getattr(optim, key) for key in own} for group in block_matrices(model)]
-    taken = {id(p) for group in matrices for p in group["params"]}
+        own = {key: getattr(optim, key) for key in ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")}
+        for group in block_matrices(model):
+            groups.append(group | own)
+            taken |= {id(parameter) for parameter in group["params"]}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    groups = [
-        *matrices,
-        {"params": [p for p in others if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
-    ]
+    groups.append({"params": [p for p in others if p.dim() > 1], "weight_decay": optim.weight_decay})
+    groups.append({"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]  # adapters have no vectors
 
 
@@ -65,14 +65,9 @@ class PackedRollout:
     policy: Tensor | None = None
     """Log-probs (R, L) under the policy."""
 
-    def keep(self, rollout: Rollout, batches: list[MicroBatch]) -> None:
+    def keep(self, rollout: Rollout | None, batches: list[MicroBatch]) -> None:
         self.rollout = rollout
         self.batches = batches
-        self.policy = None
-
-    def clear(self) -> None:
-        self.rollout = None
-        self.batches = []
         self.policy = None
 
 
@@ -96,7 +91,7 @@ class Learner:
     critic: Critic | None = None
     packed: PackedRollout = field(default_factory=PackedRollout, init=False, repr=False)
 
-    @property
+    @cached_property
     def trained(self) -> nn.Module:
         """The module with all trained parameters."""
         if self.critic is None:
@@ -141,7 +136,7 @@ class Learner:
     def policy_logprobs(self, rollout: Rollout) -> Tensor:
         """Log-probs (R, L) of the completions under the policy before the update of the step, computed once."""
         if self.packed.rollout is not rollout or self.packed.policy is None:
-            found = self.logprobs_of(self.model, rollout)
+            found = self.logprobs_of(self.model, rollout)  # which forgets those of another rollout
             self.packed.policy = found
         return self.packed.policy
 
@@ -204,11 +199,16 @@ class Learner:
             group["lr"] = critic_lr if "critic" in group else lr
         device = self.ranks.device
         lengths = rollout.lengths.flatten().cpu()  # what a step needs to know about its rows is read here, once
-        kept = _kept(rollout, dropped)
+        kept = torch.ones(rollout.lengths.shape, dtype=torch.bool)  # completions that are trained on, on the CPU
+        if dropped is not None:
+            kept[dropped.cpu()] = False
+        kept = kept.flatten()
         off_policy = self.loss.epochs * self.loss.minibatches > 1  # from the second optimizer step on
         ref = ref_logprobs if self.critic is not None and self.loss.kl_in == "reward" else None
-        old = None if corrected is None else corrected.policy
-        if old is None and (off_policy or ref is not None):
+        old = None
+        if corrected is not None:
+            old = corrected.policy
+        elif off_policy or ref is not None:
             old = self.policy_logprobs(rollout)
         penalty = None if ref is None or old is None else beta * (ref - old)
         targets = self._token_targets(rollout, advantages.flatten(), kept, penalty)
@@ -220,12 +220,14 @@ class Learner:
             sequences, tokens = self.ranks.sums(len(rows), int(row_lengths.sum()))
             if sequences == 0 and other is None:
                 continue
+            if self.loss.normalization == "dapo":
+                tokens = all_tokens / self.loss.minibatches
             weights = torch.zeros(len(lengths), dtype=torch.float64)
             weights[rows] = token_weights(
                 self.loss.normalization,
                 row_lengths,
                 sequences=max(1, int(sequences)),
-                tokens=all_tokens / self.loss.minibatches if self.loss.normalization == "dapo" else tokens,
+                tokens=tokens,
                 max_length=self.max_new_tokens,
             )
             weights = weights.to(device, non_blocking=True)
@@ -238,13 +240,18 @@ class Learner:
                     totals.add(loss, stats, batch.pick(rollout.logprobs.flatten(0, 1)) if part == 0 else None)
                 if other is not None:
                     other()
-            norms = self._clip()
+            max_norm = self.optim.max_grad_norm
+            finite = self.optim.skip_grad_norm is None
+            norms = [clip_gradients(self.model, max_norm, finite=finite)]
+            if self.critic is not None:
+                norms.append(self.critic.clip_gradients(max_norm, finite=finite))
             totals.grad_norms.append(norms[0])
-            skipped += (skips := any(map(self.optim.skips, norms)))
-            if not skips:
+            if any(map(self.optim.skips, norms)):
+                skipped += 1
+            else:
                 self.optimizer.step()
         self.optimizer.zero_grad()
-        self.packed.clear()
+        self.packed.keep(None, [])
         metrics = totals.metrics() | {"learning_rate": lr}
         if self.optim.skip_grad_norm is not None:
             metrics["skipped_steps"] = float(skipped)
@@ -255,13 +262,6 @@ class Learner:
                 self.ranks.sum(corrected.sums.clone()), self.ranks.max(corrected.extremes.clone())
             )
         return metrics
-
-    def _clip(self) -> list[float]:
-        """Clip the gradients, and return the norms before: of the policy and, if there is one, of the critic."""
-        limit = self.optim.max_grad_norm
-        finite = self.optim.skip_grad_norm is None
-        norms = [clip_gradients(self.model, limit, finite=finite)]
-        return norms if self.critic is None else [*norms, self.critic.clip_gradients(limit, finite=finite)]
 
     def _minibatches(self, kept: Tensor, step: int) -> Iterator[list[int]]:
         """Yield the ``kept`` (R,) rows of this rank for each optimizer step; ``kept`` is on the CPU.
@@ -306,10 +306,12 @@ class Learner:
         if self.loss.level == "sequence":
             present = batch.present  # absent rows would add ratios of 1
             logprob, entropy = logprobs.logprobs(self.model, batch, self.temperature)
-            terms = (old_logprob, targets.advantages[present, 0], batch.sequence, weights[present])
             loss, stats = packed_loss(
                 logprob,
-                *terms,
+                old_logprob,
+                targets.advantages[present, 0],
+                batch.sequence,
+                weights[present],
                 ref_logprob=ref_logprob,
                 level="sequence",
                 token_ratios=ratio,
@@ -318,12 +320,16 @@ class Learner:
             return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
 
         def head(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-            per_token = weights[batch.row] if ratio is None else weights[batch.row] * ratio
-            terms = (batch.targets, old_logprob, batch.pick(targets.advantages), per_token)
+            per_token = weights[batch.row]
+            if ratio is not None:
+                per_token = per_token * ratio
             outputs = packed_loss_from_hidden(
                 hidden,
                 weight,
-                *terms,
+                batch.targets,
+                old_logprob,
+                batch.pick(targets.advantages),
+                per_token,
                 bias=bias,
                 ref_logprob=ref_logprob,
                 temperature=self.temperature,
@@ -338,14 +344,6 @@ class Learner:
             loss = loss + value_loss
             stats = stats | sums
         return loss, stats | {"entropy": entropy.detach().sum(), "logprob": logprob.detach()}
-
-
-def _kept(rollout: Rollout, dropped: Tensor | None) -> Tensor:
-    """Whether each completion is trained on, (R,), on the CPU. ``dropped``: groups (P,) or completions (P, M)."""
-    kept = torch.ones(rollout.lengths.shape, dtype=torch.bool)
-    if dropped is not None:
-        kept[dropped.cpu()] = False
-    return kept.flatten()
 
 
 class _Totals:
@@ -374,7 +372,8 @@ class _Totals:
         largest_gap = none
         if sampler is not None and len(sampler):
             gap = (stats["logprob"].double() - sampler.double()).abs()
-            terms |= {"gap": gap.sum(), "compared": torch.full_like(loss, len(gap), dtype=torch.float64)}
+            terms["gap"] = gap.sum()
+            terms["compared"] = torch.full_like(loss, len(gap), dtype=torch.float64)
             largest_gap = gap.max()
         self.sums += torch.stack([terms.get(name, none).double() for name in self.names])
         largest = torch.stack([stats["ratio_max"].double(), largest_gap.double()])
@@ -403,4 +402,6 @@ class _Totals:
             metrics["clip_ratio/dual_mean"] = total["clip_dual"] / ratios
         if self.critic is not None and "value" in self.seen:
             metrics |= self.critic.metrics(total)
-        return metrics | ({"kl": total["kl"] / tokens} if "kl" in self.seen else {})
+        if "kl" in self.seen:
+            metrics["kl"] = total["kl"] / tokens
+        return metrics

@@ -77,20 +77,31 @@ class OfflineSamples:
         Raises UserError for a response with an id that has no token: an older version sampled them, too.
         """
         batch = self.prompts.take(cursor, count)
-        rows = [self._row(ids) for ids in batch.ids]
-        used = [self._visited(r, i // len(self.prompts)) for r, i in zip(rows, batch.index, strict=True)]
+        rows = []
+        used = []
+        for ids, index in zip(batch.ids, batch.index, strict=True):
+            row = self.rollouts.row(ids)
+            assert row is not None  # every prompt of the run has rollouts
+            rows.append(row)
+            used.append(self._visited(row, index // len(self.prompts)))
         prompt, picked = self._picked(rows, used)
         mine = slice(ranks.rank, None, ranks.world)
-        responses = [(p, j) for p, js in zip(prompt[mine].tolist(), picked[mine].tolist(), strict=True) for j in js]
-        completions = {p: self.rollouts.ids(rows[p]) for p in {p for p, _ in responses}}
-        chosen = [completions[p][j] for p, j in responses]
+        prompt_ids = []
+        chosen = []
+        completions: dict[int, list[list[int]]] = {}
+        for p, samples in zip(prompt[mine].tolist(), picked[mine].tolist(), strict=True):
+            if p not in completions:
+                completions[p] = self.rollouts.ids(rows[p])
+            for sample in samples:
+                prompt_ids.append(batch.ids[p])
+                chosen.append(completions[p][sample])
         largest = max((max(ids, default=0) for ids in chosen), default=0)
         if self.tokens is not None and largest >= self.tokens:
             raise UserError(
                 f"{self.rollouts.folder} has a sample with the id {largest}, which has no token: expected ids below "
                 f"{self.tokens}, as the tokenizer has. An older version sampled it; sample again with `nlgrpo rollout`"
             )
-        return OfflineBatch([batch.ids[p] for p, _ in responses], chosen, picked.shape[1], len(prompt))
+        return OfflineBatch(prompt_ids, chosen, picked.shape[1], len(prompt))
 
     def _picked(self, rows: Sequence[int], used: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return the prompt of each set (B,), in order, and its samples (B, 1 or 2): its best one, or its pair.
@@ -114,11 +125,6 @@ class OfflineSamples:
             samples.append(drawn[prompt[:, None], places])
         order_of_prompts = torch.cat(prompts).argsort(stable=True)
         return torch.cat(prompts)[order_of_prompts], torch.cat(samples)[order_of_prompts]
-
-    def _row(self, prompt_ids: Sequence[int]) -> int:
-        row = self.rollouts.row(prompt_ids)
-        assert row is not None  # every prompt of the run has rollouts
-        return row
 
     def _visited(self, row: int, visit: int) -> list[int]:
         """Indices of the M samples that are used at visit number ``visit`` of a prompt, of those that have a reward.
@@ -158,9 +164,15 @@ def load_samples(
     stacked = torch.stack([rollouts.rewards[r.name] for r in weighted])
     totals = sum_of_applicable(stacked, [cfg.rewards[r.name].weight for r in weighted])
     rows = [rollouts.row(ids) for ids in prompts.ids]
-    first = {row: i for i, row in reversed(list(enumerate(rows))) if row is not None}
-    known = sorted((i, row) for row, i in first.items())
-    unknown = sum(row is None for row in rows)
+    known: list[tuple[int, int]] = []  # the first place of each prompt with rollouts, and its row there
+    seen = set[int]()
+    unknown = 0
+    for i, row in enumerate(rows):
+        if row is None:
+            unknown += 1
+        elif row not in seen:
+            seen.add(row)
+            known.append((i, row))
     absent = totals.isnan()
     enough = (~absent).sum(1) >= cfg.offline.n
     scored = [(i, row) for i, row in known if enough[row]]
@@ -268,7 +280,9 @@ def losses(loss: LossConfig, config: OfflineConfig, logps: Tensor, ref: Tensor |
     if loss.algorithm == "bonbon":
         assert config.alpha is not None
         return bonbon(*of_pairs, n=config.n, alpha=config.alpha)
-    return (dpo if loss.algorithm == "dpo" else ipo)(*of_pairs, loss.beta)
+    if loss.algorithm == "dpo":
+        return dpo(*of_pairs, loss.beta)
+    return ipo(*of_pairs, loss.beta)
 
 
 def implicit_beta(loss: LossConfig, config: OfflineConfig) -> float:
@@ -290,10 +304,12 @@ NAMES = ("loss", "chosen", "rejected", "ratio_chosen", "ratio_rejected", "right"
 def _sums(losses: Tensor, logps: Tensor, ref: Tensor | None) -> Tensor:
     """Sums of the `NAMES` over a micro-batch; 0 for those that do not apply."""
     sums = torch.zeros(len(NAMES), dtype=torch.float64, device=losses.device)
-    sums[0], sums[1] = losses.sum(), logps[:, 0].sum()
+    sums[0] = losses.sum()
+    sums[1] = logps[:, 0].sum()
     if ref is not None:
         ratios = logps - ref
-        sums[2:5] = torch.stack([logps[:, 1].sum(), *ratios.sum(0)])
+        sums[2] = logps[:, 1].sum()
+        sums[3:5] = ratios.sum(0)
         sums[5] = (ratios[:, 0] > ratios[:, 1]).sum()
     return sums
 

@@ -176,15 +176,13 @@ class ReferenceRewards:
         assert not isinstance(transform, VariationalBoN)
         if isinstance(transform, Log):
             transform = replace(transform, references=reference.shape[1])
-        return transform(ranks if self.by == "prompt" else self._calibrated(name, rewards, reference))
-
-    def _calibrated(self, name: str, rewards: Tensor, of_reference: Tensor) -> Tensor:
-        """Calibrate on the samples of all prompts, or on the median of each."""
+        if self.by == "prompt":
+            return transform(ranks)
         if self.by == "median":
-            return calibrate_by_median(rewards, of_reference)
+            return transform(calibrate_by_median(rewards, reference))
         assert self.rollouts is not None  # the configuration was checked
         pool = self.rollouts.rewards[name]
-        return calibrate_pooled(rewards, pool[~pool.isnan()])
+        return transform(calibrate_pooled(rewards, pool[~pool.isnan()]))
 
     def _references(self, ids: Sequence[int]) -> References:
         digest = digest_of_prompt(ids)
@@ -242,6 +240,7 @@ def make_reference_rewards(
     """
     wanted = {name: reward.transform for name, reward in cfg.rewards.items() if reward.transform}
     options = cfg.calibration
+    by_block = cfg.parallel.gather_for_sampling == "block"
     rollouts = None
     rewards = [reward for reward in sampler.rewards if reward.name in wanted]
     if options.rollouts:
@@ -253,14 +252,12 @@ def make_reference_rewards(
     drawing = None
     if options.missing == "draw":
         drawing = replace(sampler, samples=K, seed=sampler.seed ^ (1 << 61), rewards=rewards)
-    parsed = {
-        name: variational.parse_variational(text)
-        or parse_transform(text, beta=beta_of(cfg, name), references=K, function=user_code.function)
-        for name, text in wanted.items()
-    }
-    references = ReferenceRewards(
-        parsed, rollouts, drawing, options.smoother, ranks, options.by, cfg.parallel.gather_for_sampling == "block"
-    )
+    transforms: dict[str, Transform | VariationalBoN] = {}
+    for name, text in wanted.items():
+        transforms[name] = variational.parse_variational(text) or parse_transform(
+            text, beta=beta_of(cfg, name), references=K, function=user_code.function
+        )
+    references = ReferenceRewards(transforms, rollouts, drawing, options.smoother, ranks, options.by, by_block)
     absent = references.missing(prompts.ids) if drawing is None else 0
     if absent:
         raise UserError(

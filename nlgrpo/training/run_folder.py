@@ -96,7 +96,7 @@ def claim(
         if ranks.first and not fault and inputs is not None:
             fault = _compare(folder, inputs, allowed, advice)
         if ranks.first and not fault:
-            _write_config(folder, cfg)
+            atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(_plain(cfg), indent=2) + "\n")
             from nlgrpo.runtime import cpu_threads
 
             cpu_threads.record(folder, ranks)
@@ -132,15 +132,10 @@ def _claim(
         from nlgrpo.config import comparing
 
         changed = comparing.differences(completed(saved, current, type(cfg)), current)
-        changed = [f"  {line}" for line in changed if not line.startswith(tuple(free))]
-        if changed:
-            return "\n".join(
-                [
-                    f"{folder} holds a run with a different configuration:",
-                    *changed,
-                    f"  Choose {advice}",
-                ]
-            )
+        refused = [line for line in changed if not line.startswith(tuple(free))]
+        if refused:
+            lines = [f"{folder} holds a run with a different configuration:", *refused, f"Choose {advice}"]
+            return "\n  ".join(lines)
         done = begun_steps(folder)
         if steps is not None and done > steps:
             return (
@@ -158,10 +153,6 @@ def _plain(cfg: Any) -> dict[str, Any]:
     """Return a configuration as JSON reads it again."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(cfg)))
     return found
-
-
-def _write_config(folder: Path, cfg: Any) -> None:
-    atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(_plain(cfg), indent=2) + "\n")
 
 
 def begun_steps(folder: Path) -> int:
@@ -184,14 +175,13 @@ def _compare(folder: Path, inputs: Callable[[], RunInputs], allowed: Sequence[st
     refused = {name: one for name, one in changed.items() if one.kind not in allowed}
     if refused:
         kinds = list(dict.fromkeys(one.kind for one in changed.values()))
-        return "\n".join(
-            [
-                f"{folder} holds a run whose inputs have changed since it started:",
-                *(f"  {one.kind}: other {one.meaning}" for one in refused.values()),
-                f"  Restore them, go on with the new ones by --train.allow-changed {' '.join(kinds)} "
-                f"(train.allow_changed in a file), or choose {advice}",
-            ]
+        lines = [f"{folder} holds a run whose inputs have changed since it started:"]
+        lines += [f"{one.kind}: other {one.meaning}" for one in refused.values()]
+        lines.append(
+            f"Restore them, go on with the new ones by --train.allow-changed {' '.join(kinds)} "
+            f"(train.allow_changed in a file), or choose {advice}"
         )
+        return "\n  ".join(lines)
     notes = list(current.notes)
     notes += [f"{one.kind}: other {one.meaning} than at the start (train.allow_changed)" for one in changed.values()]
     if begun and saved is None:
@@ -244,7 +234,8 @@ def _lock(folder: Path, advice: str) -> None:
     from nlgrpo.runtime.file_lock import Busy, FileLock
 
     path = folder / LOCK
-    if (before := _LOCKED.get(folder.resolve())) is not None:
+    before = _LOCKED.get(folder.resolve())
+    if before is not None:
         if path.exists() and os.path.samestat(os.fstat(before.file.fileno()), path.stat()):
             return
         _LOCKED.pop(folder.resolve()).release()  # the folder at this path has been replaced
