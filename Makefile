@@ -1,7 +1,7 @@
 # make train      install into .venv and train (ARGS="..." are arguments of nlgrpo train)
 # make test       install the test dependencies and run the fast tests
 # make test-slow  tests marked slow: builds, many processes, or more than ten seconds; without those of the next line
-# make test-records  tests that run the benchmarks, the notebooks and the scripts of the experiments
+# make test-records  tests that run the benchmarks, the GPU kit, the notebooks and the scripts of the experiments
 # make test-vllm  tests with vLLM (its CPU build), in an environment of its own
 # make test-oldest  the fast tests with the oldest supported PyTorch, Triton, .., in an environment of its own
 # make test-newest  the same with the newest

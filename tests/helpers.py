@@ -179,12 +179,20 @@ class Forked:
                 sys.stderr.flush()
                 os._exit(status)
         os.close(writer)
+        self.printed = ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that the process prints, as they come."""
+        with os.fdopen(self._reader, errors="replace") as pipe:
+            for line in pipe:
+                self.printed += line
+                yield line
 
     def end(self) -> Ended:
         """Wait for the end of the process."""
-        with os.fdopen(self._reader, errors="replace") as pipe:
-            output = pipe.read()
-        return Ended(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), output)
+        for _ in self.lines():
+            pass
+        return Ended(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.printed)
 
 
 def fork_ranks(main: Callable[[], int], ranks: int = 2) -> list[Ended]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy import stats
-from test_decoder import random_model
+from support.random_models import random_model
 
 from nlgrpo.engine.cascade_sampling import Cascade, sample
 from nlgrpo.engine.generation import generate

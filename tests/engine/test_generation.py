@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from test_decoder import CASES, random_model
+from support.random_models import CASES, random_model
 from transformers.generation import logits_process
 
 from nlgrpo.engine import decoding_memory, generation

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from scipy import special
-from test_decoder import random_model
+from support.random_models import random_model
 
 from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue
 from nlgrpo.engine.generation import generate

@@ -1,14 +1,15 @@
 """Tests of what runs on a GPU: each runs on a CUDA device (marked ``gpu``), and without one as a rehearsal.
 
-A rehearsal runs the same body, so that a typo does not wait for a GPU. Tests with the fixture `gpu` are rehearsed in a
-process with the fake device of `fake_cuda`, tests with `gpu_or_cpu` on the CPU: those use what the fake device does not
-have, such as FSDP2. There, bounds for bfloat16 hold as well, but say nothing about the kernels of a GPU.
+A rehearsal runs the same body, so that a typo does not wait for a GPU; of a test with several cases, only the first is
+rehearsed. Tests with the fixture `gpu` are rehearsed in a process with the fake device of `fake_cuda`, tests with
+`gpu_or_cpu` on the CPU: those use what the fake device does not have, such as FSDP2. There, bounds for bfloat16 hold as
+well, but say nothing about the kernels of a GPU.
 """
 
 import pytest
 import torch
 from fake_cuda import on_fake_cuda
-from test_decoder import CASES, random_model
+from support.random_models import CASES, random_model
 
 HERE = torch.cuda.is_available()
 ON_CUDA = pytest.param(
@@ -16,8 +17,25 @@ ON_CUDA = pytest.param(
 )
 
 
-def pytest_collection_modifyitems(items):
-    """Skip the counts on the fake device beside a real one, for which Triton compiles its kernels."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out all but the first rehearsal of a test: `test_fake_configurations.py` runs the cases on the fake device.
+
+    Beside a real device, skip the counts on the fake one, for which Triton does not compile its kernels.
+    """
+    rehearsed = set()
+    kept = []
+    left_out = []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        is_rehearsal = parameters.get("gpu") == "fake" or parameters.get("gpu_or_cpu") == "cpu"
+        if is_rehearsal and item.function in rehearsed:
+            left_out.append(item)
+            continue
+        if is_rehearsal:
+            rehearsed.add(item.function)
+        kept.append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
     for item in items:
         if HERE and item.path.parent.name == "gpu" and item.path.name.startswith("test_fake_"):
             item.add_marker(pytest.mark.skip(reason="there is a CUDA device, so the fake one is not used"))
@@ -48,7 +66,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Return the folder of a random model in float32 with two layers, by its name in ``test_decoder.CASES``."""
+    """Return the folder of a random model in float32 with two layers, by its name in ``random_models.CASES``."""
     root = tmp_path_factory.mktemp("models")
 
     def folder(case):

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import test_decoder
 import torch
 from fake_cuda import on_fake_cuda, training_on_fake_cuda
 from helpers import WORDS, tiny_model
+from support import random_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -88,7 +88,7 @@ def work(tmp_path_factory):
     tiny_model(root / "models/tuned", seed=1)
     tokenizer = AutoTokenizer.from_pretrained(root / "models/llama")
     for case in MODELS[1:]:
-        kind, sizes = test_decoder.CASES[case]
+        kind, sizes = random_models.CASES[case]
         layers = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
         config = AutoConfig.for_model(
             kind.removesuffix("Config").lower().replace("gptneox", "gpt_neox"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers import run_ranks
-from test_logprob import (
+from support.head_ops import (
     IGNORE,
     ROWS,
     SECOND_DERIVATIVE,
@@ -355,7 +355,7 @@ def test_few_compilations_serve_all_lengths_and_settings(impl, surrogate):
         )  # fmt: skip
         return result.loss
 
-    for T in range(5, 17):
+    for T in (5, 6, 8, 12, 16):
         temperature, beta, eps_high = 0.5 + T / 20, T / 50, T / 30
         hidden, weight, _, targets = head(T, 4, 9, torch.float32)
         A = torch.randn(T, generator=torch.Generator().manual_seed(T))

@@ -4,6 +4,15 @@ import math
 
 import pytest
 import torch
+from support.head_ops import (
+    IGNORE,
+    ROWS,
+    SECOND_DERIVATIVE,
+    check_as_accurate_as_torch,
+    head,
+    largest_allocation,
+    truncation,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributions import Categorical
 
@@ -11,24 +20,19 @@ from nlgrpo import kernels
 from nlgrpo.kernels import extension, reference
 from nlgrpo.kernels import head as module
 
-IGNORE = -100
-SECOND_DERIVATIVE = r"no autograd formula|does not require grad"  # error messages of torch
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = 70  # one full block of 64 rows and a partial one
 SHAPES = [(5, 3, 1), (17, 33, 257), (ROWS, 8, 1000), (1, 64, 5000)]
+# Shape, dtype, temperature, and whether the entropy has a gradient: each pair of two values once or more.
+GRID = [
+    (shape, dtype, (1.0, 0.3)[(i + j) % 2], (i // 2 + j) % 2 == 0)
+    for i, shape in enumerate(SHAPES)
+    for j, dtype in enumerate(DTYPES)
+]
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1, "cuda": 1})  # the smallest blocks: 64 rows
-
-
-def head(T, D, V, dtype, device="cpu", seed=0):
-    g = torch.Generator().manual_seed(seed)
-    hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64) for s in [(T, D), (V, D), (V,)])
-    targets = torch.randint(V, (T,), generator=g)
-    tensors = (3 * hidden / math.sqrt(D)).to(dtype), weight.to(dtype), bias.to(dtype), targets
-    return [x.to(device) for x in tensors]
 
 
 def upstream(T, device, entropy=True, seed=1):
@@ -45,25 +49,9 @@ def run(op, inputs, gradients):
     return [x.double() for x in (*(r.detach() for r in results), *(x.grad for x in inputs))]
 
 
-def truncation(impl, device, dtype):
-    """Additional tolerance: Triton's interpreter truncates float32 to bfloat16 (epsilon 2^-7) instead of rounding."""
-    return 2**-7 if (impl, device, dtype) == ("triton", "cpu", torch.bfloat16) else 0.0
-
-
-def check_as_accurate_as_torch(ours, plain, truth, tolerance):
-    """Check |truth - ours| <= |truth - plain torch in the same dtype| + tolerance for the largest error per tensor."""
-    for x, y, z in zip(ours, plain, truth, strict=True):
-        assert x.isfinite().all()
-        scale = z.abs().amax().clamp(min=1) if len(z) else 1
-        worst, allowed = (z - x).abs().amax() / scale, (z - y).abs().amax() / scale
-        assert worst <= allowed + tolerance, (worst, allowed)
-
-
-@pytest.mark.parametrize(("T", "D", "V"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("entropy", [True, False])
-def test_linear_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks, T, D, V, dtype, temperature, entropy):
+@pytest.mark.parametrize(("shape", "dtype", "temperature", "entropy"), GRID, ids=str)
+def test_linear_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks, shape, dtype, temperature, entropy):
+    T, D, V = shape
     *inputs, targets = head(T, D, V, dtype, device)
     gradients = upstream(T, device, entropy)
 
@@ -80,10 +68,9 @@ def test_linear_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks
     )
 
 
-@pytest.mark.parametrize(("T", "V"), [(T, V) for T, _, V in SHAPES])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_token_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks, T, V, dtype, temperature):
+@pytest.mark.parametrize(("shape", "dtype", "temperature"), [row[:3] for row in GRID], ids=str)
+def test_token_logprob_is_as_accurate_as_plain_torch(impl, device, small_blocks, shape, dtype, temperature):
+    T, _, V = shape
     logits, *_ = head(T, V, 1, dtype, device)
     targets = torch.randint(V, (T,), generator=torch.Generator().manual_seed(2)).to(device)
     gradients = upstream(T, device)
@@ -233,13 +220,6 @@ def test_autocast_applies_as_to_a_linear_layer():
     torch.testing.assert_close((logprob, entropy), truth, atol=0, rtol=0)
     with pytest.raises(ValueError, match=r"of one dtype, got torch\.bfloat16, torch\.float32"):
         kernels.linear_logprob(hidden.bfloat16(), weight, targets)
-
-
-def largest_allocation(function):
-    """Size in bytes of the largest allocation during ``function``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
 
 
 def test_the_full_logits_are_never_stored(small_blocks):

@@ -29,6 +29,7 @@ def record_of(folder):
     return json.loads(path.read_text())
 
 
+@pytest.mark.records
 def test_every_step_runs(tmp_path):
     begin = os.times()
     process = start(tmp_path)

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from helpers import tiny_model
-from test_learner import (
+from support.updates import (
     CASES,
     LIMIT,
     TEMPERATURE,

@@ -9,7 +9,7 @@ import torch
 import transformers
 from helpers import full_tensors, run_ranks, tiny_model
 from safetensors.torch import load_file
-from test_decoder import CASES, random_model
+from support.random_models import CASES, random_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

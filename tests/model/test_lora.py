@@ -10,7 +10,7 @@ import torch
 import transformers
 from helpers import run_ranks
 from safetensors.torch import load_file, save_file
-from test_decoder import CASES, LENGTHS, random_model, their_logits, tokens_for
+from support.random_models import CASES, LENGTHS, random_model, their_logits, tokens_for
 
 from nlgrpo.engine.generation import generate
 from nlgrpo.engine.sampling import Sampling

@@ -4,9 +4,9 @@ import json
 from functools import partial
 
 import pytest
-import test_decoder
 import torch
 from helpers import full_tensors, run_ranks
+from support import random_models
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -91,7 +91,7 @@ def set_gradients(model, step):
 )
 def test_steps_are_those_of_pytorch_on_separate_matrices(case, changes, monkeypatch):
     monkeypatch.setitem(muon.ITERATED, "cpu", torch.bfloat16)  # as torch.optim.Muon
-    model = decoder.build(test_decoder.random_model(case).config).float()
+    model = decoder.build(random_models.random_model(case).config).float()
     for i, p in enumerate(model.parameters()):
         p.data = random(*p.shape, seed=i)
     optim = OptimConfig("muon", lr=0.01, weight_decay=0.1, eps=1e-3, betas=(0.8, 0.9), **changes)
@@ -129,7 +129,7 @@ def test_steps_are_those_of_pytorch_on_separate_matrices(case, changes, monkeypa
 
 def test_a_fused_matrix_is_not_orthogonalized_as_one():
     """Otherwise the test above could not fail."""
-    model = decoder.build(test_decoder.random_model("llama").config)
+    model = decoder.build(random_models.random_model("llama").config)
     [qkv, *_] = block_matrices(model)
     weights = [nn.Parameter(torch.zeros_like(qkv["params"][0])) for _ in range(2)]
     keys = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
@@ -141,7 +141,7 @@ def test_a_fused_matrix_is_not_orthogonalized_as_one():
 
 def test_every_weight_of_a_block_and_nothing_else_is_in_a_group_of_muon():
     for case in CASES:
-        model = decoder.build(test_decoder.random_model(case).config)
+        model = decoder.build(random_models.random_model(case).config)
         names = {id(p): name for name, p in model.named_parameters()}
         optimizer = make_optimizer(model, OptimConfig("muon"))
         found = {names[id(p)] for group in optimizer.param_groups if "parts" in group for p in group["params"]}
@@ -158,7 +158,7 @@ def test_a_parameter_that_does_not_fit_is_refused(shape, parts):
 
 
 def test_a_parameter_without_a_gradient_stays():
-    model = decoder.build(test_decoder.random_model("llama").config)
+    model = decoder.build(random_models.random_model("llama").config)
     for i, p in enumerate(model.parameters()):
         p.data = random(*p.shape, seed=i)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -176,7 +176,7 @@ def test_a_parameter_without_a_gradient_stays():
 
 
 def start(ranks, case="qwen3"):
-    model = decoder.build(test_decoder.random_model(case).config).double()
+    model = decoder.build(random_models.random_model(case).config).double()
     for i, p in enumerate(model.parameters()):
         p.data = random(*p.shape, seed=i, dtype=torch.float64)
     model = shard(model, ranks, torch.float64)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
-from test_decoder import LENGTHS, random_model, their_logits, tokens_for
+from support.random_models import LENGTHS, random_model, their_logits, tokens_for
 from transformers import AutoTokenizer
 
 from nlgrpo import cli

@@ -8,7 +8,7 @@ import torch
 import transformers
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
-from test_decoder import CASES, random_model
+from support.random_models import CASES, random_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import as_exported, run_ranks
-from test_decoder import CASES, random_model
+from support.random_models import CASES, random_model
 
 from nlgrpo.kernels import Segments, linear_logprob, packed_attention_torch
 from nlgrpo.losses.bradley_terry import bradley_terry_loss

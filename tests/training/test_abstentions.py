@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import fork_ranks, training_folder
-from test_train import arguments
+from support.runs import arguments
 
 from nlgrpo import train
 from nlgrpo.config.schema import RewardConfig

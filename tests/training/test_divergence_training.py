@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import fork_ranks, training_folder
 from safetensors.torch import load_file
-from test_train import arguments, same, steps_in, untimed, weights
+from support.runs import arguments, same, steps_in, untimed, weights
 
 from nlgrpo import train
 from nlgrpo.training import learner

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers import training_folder
-from test_train import arguments
+from support.runs import arguments
 
 from nlgrpo import train
 
