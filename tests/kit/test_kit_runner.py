@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from gpu_kit import child, plan
+from gpu_kit import __main__, child, machine, plan
 from gpu_kit.plan import Step
 from gpu_kit.runner import LEAST, Runner
 
@@ -201,7 +201,6 @@ def gpu(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["check"], "finds no GPU; --rehearse runs every step on a CPU"),
         (["check", "--only", "smok"], "no step is named 'smok'; did you mean 'smoke'?"),
         (["check", "--only", "ops"], "--only ops: check has none of these steps"),
         (["chek"], "invalid choice: 'chek'"),
@@ -209,12 +208,26 @@ def gpu(*arguments):
         (["check", "--rehearse", "--out", "bench/results/gpu"], "a rehearsal does not write among the results of GPUs"),
     ],
 )
-def test_what_cannot_run_is_one_line(arguments, message):
-    done = gpu(*arguments)
+def test_what_cannot_run_is_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "probe", lambda environment: {"card": None})
+    try:
+        status = __main__.main(arguments)
+    except SystemExit as ended:  # for an argument that cannot be parsed
+        status = ended.code
+    assert status == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not shown.out
+
+
+def test_without_a_gpu_the_script_says_so():
+    done = gpu("check")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
-    assert message in line
+    assert "finds no GPU; --rehearse runs every step on a CPU" in line
     assert not done.stdout
 
 
