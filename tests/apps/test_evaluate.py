@@ -3,12 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import environment, tiny_model
+from helpers import fork_ranks, tiny_model
 from transformers import AutoModelForCausalLM
 
 from nlgrpo import cli, train
@@ -218,9 +216,9 @@ def test_a_full_disk_is_reported(work, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_two_ranks_have_the_results_of_one(work, results):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
     own = ["--samples" if part == "--n" else part for part in arguments(work, "two", gold="even")]
-    subprocess.run([*torchrun, *own], check=True, env=environment(), capture_output=True)
+    ended = fork_ranks(lambda: cli.main(own))
+    assert [end.status for end in ended] == [0, 0], ended[0].output
     found = read_evaluation(work / "two")
     for label, sampled in found.items():
         assert torch.equal(sampled.lengths, results[label].lengths)

@@ -4,12 +4,10 @@ import hashlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import EOS, Job, environment, run_all, tiny_model
+from helpers import EOS, Job, fork_ranks, run_all, tiny_model
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -121,12 +119,11 @@ def test_what_the_loop_leaves(work, whole, capsys):
 @pytest.mark.slow
 def test_two_ranks_are_as_one(work, whole):
     """Rollouts to the token; values to rounding, because sums over two ranks have another order."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nlgrpo.cli"]
 
     def run(command):
-        done = subprocess.run([*torchrun, *command], env=environment(), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        ended = fork_ranks(lambda: cli.main(command))
+        assert [end.status for end in ended] == [0, 0], ended[0].output
+        return "".join(end.output for end in ended)
 
     shown = run(arguments(work, "pair"))
     assert shown.count(f"guide   {work}") == 1

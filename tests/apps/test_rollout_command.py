@@ -5,16 +5,16 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 import torch
-from helpers import Job, environment, run_all, tiny_model
+from helpers import Job, fork_ranks, run_all, tiny_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from nlgrpo import cli
+from nlgrpo.apps.report import figures
 from nlgrpo.apps.report.figures import render
 from nlgrpo.apps.rollout.tables import summarize
 from nlgrpo.calibration import kolmogorov_smirnov
@@ -238,14 +238,17 @@ def test_an_abstaining_reward_has_no_cdf(work, capsys):
 
 @pytest.mark.slow
 def test_two_ranks_write_the_same_files(work):
-    """Figures too: both commands run in processes of their own, which draw them."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for name, launcher in {"one": [], "two": torchrun}.items():
-        command = [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments(work, name)]
-        done = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    """Figures too, which these processes draw."""
+
+    def run(name):
+        figures.render = render
+        return cli.main(arguments(work, name))
+
+    for name, ranks in {"one": 1, "two": 2}.items():
+        ended = fork_ranks(partial(run, name), ranks)
+        assert [end.status for end in ended] == [0] * ranks, ended[0].output
     assert contents(work / "two") == contents(work / "one")
-    assert done.stdout.count(f"rollouts  {work}") == 1
+    assert "".join(end.output for end in ended).count(f"rollouts  {work}") == 1
 
 
 @pytest.mark.slow
