@@ -151,7 +151,7 @@ def plugin(quick: bool) -> Proof:
     sizes = [16, 32, 64] if quick else [8, 16, 32, 64, 128]
     groups = [tabular.all_counts(THREE, M) for M in sizes]
     results = []
-    drawn = {}
+    drawn: dict[str, list[float]] = {}
     for case in cases(THREE_REWARDS):
         orders = []
         largest = []

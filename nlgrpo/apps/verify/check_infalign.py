@@ -269,7 +269,7 @@ def _both_equations(name: str, betas: Sequence[float], *, worst: bool) -> Result
 
 def _no_transform_is_better(quick: bool) -> list[Result]:
     kls = [1.0] if quick else [0.1, 0.5, 1.0, 2.0]
-    curves = {}
+    curves: dict[str, alignment.Curve] = {}
     for name in ("identity", "log", "exp:5", "exp:10", "exp:-5", "exp:-10", "bon_fp:4", "won_fp:4"):
         if name == "won_fp:4":
             curves[name] = alignment.at_kl(name, [kl for kl in kls if kl <= 1.0], 4)

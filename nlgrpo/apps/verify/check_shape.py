@@ -70,8 +70,10 @@ def lemma_5_4(quick: bool) -> Proof:
     """
     here, there = _pairs(2_000 if quick else 20_000)
     rewards = ATOMS[0]
+    concave = [Mean(), BestOfN(2), BestOfN(8), BestOfPoisson(4.0), Distortion(rising), EntropicRisk(3.0)]
+    excluded = [WorstOfN(4), CVaR(0.3), Distortion(hump), SoftBestOfN(0.1), EntropicRisk(-3.0)]
     results = []
-    for objective in (Mean(), BestOfN(2), BestOfN(8), BestOfPoisson(4.0), Distortion(rising), EntropicRisk(3.0)):
+    for objective in concave:
         source = "App. C" if isinstance(objective, EntropicRisk) else "Lemma 5.4"
         violation = _violation(partial(_value, objective, rewards), here, there)
         results.append(_concave(objective.name, source, violation))
@@ -84,11 +86,10 @@ def lemma_5_4(quick: bool) -> Proof:
         violation = _violation(partial(_joint, aggregate, BestOfN(4)), here, there)
         results.append(_concave(f"{type(aggregate).__name__} of two bon:4", "Sec. 5.3", violation))
 
-    for objective in (WorstOfN(4), CVaR(0.3), Distortion(hump), SoftBestOfN(0.1), EntropicRisk(-3.0)):
+    for objective in excluded:
         value = partial(_value, objective, rewards)
         violation = _violation(value, here, there)
-        violation_of_convexity = _violation(lambda probs, value=value: -value(probs), here, there)
-        convex = violation_of_convexity < 1e-12
+        convex = _violation(partial(_negative, value), here, there) < 1e-12
         results.append(
             Result(
                 f"{objective.name} is not concave",
@@ -109,6 +110,10 @@ def _concave(name: str, source: str, violation: float) -> Result:
 def _value(objective: Objective, values: Tensor, probs: Tensor) -> Tensor:
     """Value of an objective for rewards (A,) or a kernel (A, A) at policies (P, A): (P,)."""
     return objective.value(values.expand(len(probs), *values.shape), probs)
+
+
+def _negative(value: Callable[[Tensor], Tensor], probs: Tensor) -> Tensor:
+    return -value(probs)
 
 
 def _joint(aggregate: Aggregate, objective: Objective, probs: Tensor) -> Tensor:
