@@ -27,7 +27,8 @@ class Branches:
     """
 
     def __init__(self, lengths: Tensor, prompt: Tensor) -> None:
-        self.lengths, self.prompt = lengths, prompt
+        self.lengths = lengths
+        self.prompt = prompt
         self._head: Tensor | None = None
         self._hidden: dict[tuple[int, int, int, int | None], Tensor] = {}
 
@@ -74,7 +75,8 @@ class Branches:
         """Mask (R, 1, 1, n, C + column + n): the prompt's (C) and the row's columns that a new token does not see."""
         key = (column, tokens, columns, window)
         if key not in self._hidden:
-            self._hidden = {k: mask for k, mask in self._hidden.items() if k[:3] == key[:3]}  # one mask per window
+            # one mask per window
+            self._hidden = {k: mask for k, mask in self._hidden.items() if k[:3] == key[:3]}
             self._hidden[key] = self._mask(*key)
         return self._hidden[key]
 
@@ -121,9 +123,8 @@ def branch_attention(
     """
     if use_cpp(impl, "branch_attention", qkv, own, prompts, *(rope or ())):
         cos, sin = rope or (None, None)
-        lengths, prompt = branches.lengths, branches.prompt
         return torch.ops.nlgrpo.branch_attention(
-            qkv, cos, sin, own, column, prompts, lengths, prompt, window or 0, scale, heads
+            qkv, cos, sin, own, column, prompts, branches.lengths, branches.prompt, window or 0, scale, heads
         )
     rows = own.shape[1]
     n = len(qkv) // rows

@@ -179,24 +179,29 @@ def merge(
         ):
             raise ValueError(f"{name}: expected a pair of tensors, for a and b, got {type(pair).__name__} {pair!r}.")
     offsets_a, offsets_b = offsets or (None, None)
-    x, y = _rows(a, offsets_a, "a"), _rows(b, offsets_b, "b")
+    x = _rows(a, offsets_a, "a")
+    y = _rows(b, offsets_b, "b")
     if a.dtype != b.dtype or a.device != b.device:
         raise ValueError(f"a is {a.dtype} on {a.device} and b {b.dtype} on {b.device}; convert one with .to(other).")
-    offsets_a, offsets_b = _offsets(offsets_a, x, "offsets[0]", "a"), _offsets(offsets_b, y, "offsets[1]", "b")
-    if (
-        (a.shape[:-1] != b.shape[:-1])
-        if offsets_a is None or offsets_b is None
-        else (offsets_a.shape != offsets_b.shape)
-    ):
+    offsets_a = _offsets(offsets_a, x, "offsets[0]", "a")
+    offsets_b = _offsets(offsets_b, y, "offsets[1]", "b")
+    if offsets_a is None or offsets_b is None:
+        same_rows = a.shape[:-1] == b.shape[:-1]
+    else:
+        same_rows = offsets_a.shape == offsets_b.shape
+    if not same_rows:
         raise ValueError(f"a and b must have the same rows, got {_shape(a, offsets_a)} and {_shape(b, offsets_b)}.")
     u = v = None
     if weights is not None:
-        u, v = _weights(weights[0], a, x, offsets_a, least=0), _weights(weights[1], b, y, offsets_b, least=0)
+        u = _weights(weights[0], a, x, offsets_a, least=0)
+        v = _weights(weights[1], b, y, offsets_b, least=0)
     cpp = use_cpp(impl, "ecdf_merge", x, y, dtypes=FLOATS)
     op = torch.ops.nlgrpo.ecdf_merge if cpp else ecdf_torch.merge
     merged, w = op(x, offsets_a, y, offsets_b, u, v)
     shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-    return merged.view(shape) if weights is None else (merged.view(shape), w.view(shape))
+    if weights is None:
+        return merged.view(shape)
+    return merged.view(shape), w.view(shape)
 
 
 def _order(x: Tensor, offsets: Tensor | None, weights: Tensor | None, cpp: bool) -> tuple[Tensor, Tensor | None]:
@@ -342,7 +347,9 @@ def _weights(weights: Tensor, samples: Tensor, x: Tensor, offsets: Tensor | None
     if torch.compiler.is_compiling() or w.numel() == 0:
         return w
     sums = w.sum(-1) if offsets is None else torch.segment_reduce(w, "sum", offsets=offsets)
-    lowest, total = float(sums.amin()), float(sums.amax())  # NaN propagates
+    # NaN propagates
+    lowest = float(sums.amin())
+    total = float(sums.amax())
     if not (float(w.amin()) >= 0 and total < torch.inf and (lowest > 0 or least == 0)):
         raise ValueError(_bad_weight(w.view(-1), sums, weights, offsets))
     return w

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STRICT, WEAK, MID = 0, 1, 2
+STRICT = 0
+WEAK = 1
+MID = 2
 LEVELS = 32  # halvings or doublings, enough for rows of 4 billion
 
 
@@ -82,7 +84,8 @@ def cumulate(weights: Tensor, offsets: Tensor | None) -> Tensor:
         return sums.cummax(-1).values if sums.is_cuda else sums  # a parallel sum may decrease by rounding
     # Differences of a cumulative sum over all rows would be inaccurate for a light row after a heavy one. Sums of 1, 2,
     # 4, ... neighbours stay within a row.
-    index, sums = _local(weights, offsets), weights.double()
+    index = _local(weights, offsets)
+    sums = weights.double()
     for level in range(_levels(offsets)):
         sums = sums + torch.where(index >= 1 << level, sums.roll(1 << level), 0.0)
     for level in range(_levels(offsets)):  # neighbours are added in another order and may decrease by rounding
@@ -127,7 +130,8 @@ def _count(
     if offsets is None or query_offsets is None:
         return torch.searchsorted(ordered, queries, right=weak)
     row = row_ids(query_offsets, queries.shape[0])
-    start, end = offsets[row], offsets[row + 1]
+    start = offsets[row]
+    end = offsets[row + 1]
     position = start
     for level in reversed(range(_levels(offsets))):
         ahead = position + (1 << level)
@@ -141,10 +145,12 @@ def _mass(cumulative: Tensor, offsets: Tensor | None, count: Tensor, query_offse
     """Weight of the first ``count`` samples of the row, divided by the total weight of the row."""
     last = (count - 1).clamp(min=0)
     if offsets is None or query_offsets is None:
-        below, total = cumulative.gather(-1, last), cumulative[:, -1:]
+        below = cumulative.gather(-1, last)
+        total = cumulative[:, -1:]
     else:
         row = row_ids(query_offsets, count.shape[0])
-        below, total = cumulative[offsets[row] + last], cumulative[offsets[row + 1] - 1]
+        below = cumulative[offsets[row] + last]
+        total = cumulative[offsets[row + 1] - 1]
     return torch.where(count > 0, below, 0.0) / total
 
 

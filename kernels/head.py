@@ -59,8 +59,12 @@ def _as_a_linear_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> t
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return hidden, gathered(weight, dtype), None if bias is None else gathered(bias, dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    weight = gathered(weight, dtype)
+    bias = None if bias is None else gathered(bias, dtype)
+    return hidden, weight, bias
 
 
 def blocks(targets: Tensor, vocabulary: int, itemsize: int) -> list[slice | Tensor]:
@@ -73,8 +77,10 @@ def blocks(targets: Tensor, vocabulary: int, itemsize: int) -> list[slice | Tens
     kept = (targets != IGNORE).nonzero()[:, 0]
     budget = BLOCK_BYTES["cpu" if targets.is_cpu else "cuda"]
     size = max(64, budget // max(1, vocabulary * itemsize))
-    all_kept = len(kept) == len(targets)
-    return [slice(i, i + size) if all_kept else kept[i : i + size] for i in range(0, len(kept), size)]
+    starts = range(0, len(kept), size)
+    if len(kept) == len(targets):
+        return [slice(start, start + size) for start in starts]
+    return [kept[start : start + size] for start in starts]
 
 
 def _check_range(targets: Tensor, vocabulary: int) -> None:
@@ -100,7 +106,9 @@ class Gradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, wanted: list[bool], count: int = 1, dtype: torch.dtype | None = None
     ) -> None:
-        self.wanted, self.dtype, self.empty = wanted, dtype or weight.dtype, True
+        self.wanted = wanted
+        self.dtype = dtype or weight.dtype
+        self.empty = True
         wide = torch.promote_types(weight.dtype, torch.float32)
         new = weight.new_empty if count else weight.new_zeros
         self.hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0)
@@ -142,7 +150,8 @@ def gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial  # the import takes a second, so only if needed
 
     assert isinstance(parameter, DTensor)
-    mesh, sharded = parameter.device_mesh, parameter.to(dtype)
+    mesh = parameter.device_mesh
+    sharded = parameter.to(dtype)
     assert isinstance(sharded, DTensor)
     full = sharded.full_tensor(grad_placements=[Partial()] * mesh.ndim)
     if full.requires_grad:

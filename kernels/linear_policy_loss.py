@@ -121,15 +121,18 @@ def _op(
     gradients = Gradients(hidden, weight, wanted, len(parts), _kept(weight))
     numbers = (eps_low.item(), eps_high.item(), dual_clip.item(), beta.item())
     settings = PolicyLossSettings(*numbers, kl, surrogate)
-    epilogue, policy = implementation("epilogue", impl), implementation("policy_loss", impl)
+    epilogue = implementation("epilogue", impl)
+    policy = implementation("policy_loss", impl)
     for rows in parts:
         logits = block_logits(hidden[rows], weight, bias, emulate_bf16)
         logp, H, kept = epilogue.statistics(logits, targets[rows], temperature.item())
-        logprob[rows], entropy[rows] = logp, H
-        old, A, w, ref = (
-            None if x is None else x[rows].to(loss) for x in (old_logprob, advantages, token_weights, ref_logprob)
-        )
-        losses, slope, counts = policy.loss_and_slope(logp, logp if old is None else old, A, ref, settings)
+        logprob[rows] = logp
+        entropy[rows] = H
+        old = logp if old_logprob is None else old_logprob[rows].to(loss)
+        A = advantages[rows].to(loss)
+        w = token_weights[rows].to(loss)
+        ref = None if ref_logprob is None else ref_logprob[rows].to(loss)
+        losses, slope, counts = policy.loss_and_slope(logp, old, A, ref, settings)
         loss += (w * losses).sum()
         largest = torch.maximum(sums[3], counts[3])
         sums += counts
@@ -141,8 +144,12 @@ def _op(
 
 
 def _empty_results(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    T, dtype = hidden.shape[0], _wide(hidden)
-    loss, logprob, entropy, sums = (hidden.new_zeros(size, dtype=dtype) for size in ((), T, T, 5))
+    T = hidden.shape[0]
+    dtype = _wide(hidden)
+    loss = hidden.new_zeros((), dtype=dtype)
+    logprob = hidden.new_zeros(T, dtype=dtype)
+    entropy = hidden.new_zeros(T, dtype=dtype)
+    sums = hidden.new_zeros(5, dtype=dtype)
     return loss, logprob, entropy, sums
 
 
@@ -168,13 +175,16 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, dtype: torch.d
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    ctx.wanted, ctx.dtype, ctx.others = inputs[-1], inputs[0].dtype, len(inputs) - 3
+    ctx.wanted = inputs[-1]
+    ctx.dtype = inputs[0].dtype
+    ctx.others = len(inputs) - 3
     ctx.save_for_backward(*output[4:])
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     grads = _backward_op(*ctx.saved_tensors, grad, ctx.dtype)
-    return *(g if want else None for g, want in zip(grads, ctx.wanted, strict=True)), *[None] * ctx.others
+    wanted = [g if want else None for g, want in zip(grads, ctx.wanted, strict=True)]
+    return *wanted, *[None] * ctx.others
 
 
 _op.register_autograd(_backward, setup_context=_setup)

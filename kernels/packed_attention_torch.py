@@ -63,7 +63,8 @@ def _parts(segments: Segments, window: int | None, like: Tensor) -> list[_Part]:
 
     Consecutive segments of equal length share a call, which is faster on a CPU than padding.
     """
-    own, cross = list[_Part](), list[_Part]()
+    own: list[_Part] = []
+    cross: list[_Part] = []
     start = 0
     for length, run in itertools.groupby(segments.lengths):
         count = len(list(run))
@@ -87,7 +88,9 @@ def _cross_parts(start: int, length: int, suffixes: list[int], window: int | Non
     parts = []
     starts = itertools.accumulate(suffixes, initial=begin)
     for first, suffix in zip(starts, suffixes, strict=False):
-        queries, keys = min(suffix, window - 1), min(length, window - 1)  # the others see nothing of the prefix
+        # the others see nothing of the prefix
+        queries = min(suffix, window - 1)
+        keys = min(length, window - 1)
         if queries:
             mask = _additive(_mask(queries, keys + queries, window, like.device)[:, :keys], like)
             parts.append(_Part(slice(first, first + queries), slice(begin - keys, begin), causal=False, mask=mask))
@@ -115,9 +118,11 @@ class _PartialAttention(torch.autograd.Function):
             mixed, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *inputs, 0.0, part.causal, attn_mask=part.mask, scale=scale
             )
-            mixed, log_sum = mixed.transpose(1, 2).flatten(0, 1), log_sum.transpose(1, 2).flatten(0, 1)
+            mixed = mixed.transpose(1, 2).flatten(0, 1)
+            log_sum = log_sum.transpose(1, 2).flatten(0, 1)
             if part.queries == part.keys:
-                out[part.queries], lse[part.queries] = mixed, log_sum
+                out[part.queries] = mixed
+                lse[part.queries] = log_sum
             else:
                 before = lse[part.queries]
                 total = torch.logaddexp(before, log_sum)
@@ -125,7 +130,8 @@ class _PartialAttention(torch.autograd.Function):
                 out[part.queries] = torch.lerp(out[part.queries].to(lse), mixed.to(lse), weight)
                 lse[part.queries] = total
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.parts = scale, parts
+        ctx.scale = scale
+        ctx.parts = parts
         return out
 
     @staticmethod
@@ -134,12 +140,18 @@ class _PartialAttention(torch.autograd.Function):
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         for part in ctx.parts:
             spans = (part.queries, part.keys, part.keys)
-            inputs = [part.heads(x, span) for x, span in zip((q, k, v), spans, strict=True)]
-            results = [part.heads(x, part.queries) for x in (out, lse)]
             shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                part.heads(grad, part.queries), *inputs, *results, 0.0, part.causal, attn_mask=part.mask,
+                part.heads(grad, part.queries),
+                part.heads(q, part.queries),
+                part.heads(k, part.keys),
+                part.heads(v, part.keys),
+                part.heads(out, part.queries),
+                part.heads(lse, part.queries),
+                0.0,
+                part.causal,
+                attn_mask=part.mask,
                 scale=ctx.scale,
-            )  # fmt: skip
+            )
             for total, share, span in zip(grads, shares, spans, strict=True):
                 share = share.transpose(1, 2).flatten(0, 1)
                 if part.queries == part.keys:

@@ -117,7 +117,9 @@ def policy_loss(
     With ``dual_clip`` the S of ppo is at most -dual_clip A where A < 0. ``settings``: `PolicyLossSettings`.
     """
     eps_low, eps_high, dual_clip, beta, kl, surrogate = PolicyLossSettings(**settings)
-    logprob, old_logprob, advantages = widen(logprob), widen(old_logprob), widen(advantages)
+    logprob = widen(logprob)
+    old_logprob = widen(old_logprob)
+    advantages = widen(advantages)
     log_ratio = logprob - old_logprob if log_ratio is None else widen(log_ratio)
     keep = torch.ones_like(logprob, dtype=torch.bool) if mask is None else mask.bool()
     # Masked entries may contain anything, infinities included. They are replaced before exp, because the gradient of a
@@ -130,10 +132,12 @@ def policy_loss(
         if dual_clip is not None:
             loss = torch.where((advantages < 0) & (rho > dual_clip), -dual_clip * advantages, loss)
     else:
-        lp, factor = torch.where(keep, logprob, 0.0), score_factor(rho, advantages, eps_high, surrogate)
+        lp = torch.where(keep, logprob, 0.0)
+        factor = score_factor(rho, advantages, eps_high, surrogate)
         loss = -factor * torch.where((factor == 0) & (lp == -torch.inf), 0.0, lp)
     if ref_logprob is not None and beta != 0.0:
-        lp, ref_lp = torch.where(keep, logprob, 0.0), torch.where(keep, widen(ref_logprob), 0.0)
+        lp = torch.where(keep, logprob, 0.0)
+        ref_lp = torch.where(keep, widen(ref_logprob), 0.0)
         loss = loss + beta * kl_penalty(lp, ref_lp, kl, log_ratio)
     return loss
 
@@ -161,8 +165,12 @@ def linear_policy_loss(
 ) -> Tensor:
     """Sum of token_weights times `policy_loss`, with its ``options``, of the log-probs from `linear_logprob`."""
     logprob, _ = linear_logprob(hidden, weight, targets, temperature=temperature, bias=bias)
-    losses = policy_loss(logprob, logprob.detach() if old_logprob is None else old_logprob, advantages, **options)
-    return (losses if token_weights is None else token_weights * losses).sum()
+    if old_logprob is None:
+        old_logprob = logprob.detach()
+    losses = policy_loss(logprob, old_logprob, advantages, **options)
+    if token_weights is not None:
+        losses = token_weights * losses
+    return losses.sum()
 
 
 def policy_statistics(
@@ -177,9 +185,11 @@ def policy_statistics(
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.bool()
     rho = torch.where(keep, log_ratio, -torch.inf).clamp(max=MAX_LOG_RATIO).exp()
     if surrogate == "ppo":
-        low, high = keep & (rho < 1 - eps_low) & (advantages < 0), (rho > 1 + eps_high) & (advantages > 0)
+        low = keep & (rho < 1 - eps_low) & (advantages < 0)
+        high = (rho > 1 + eps_high) & (advantages > 0)
     else:
-        low, high = torch.zeros_like(keep), (rho > 1 + eps_high) & (surrogate == "cispo")
+        low = torch.zeros_like(keep)
+        high = (rho > 1 + eps_high) & (surrogate == "cispo")
     largest = rho.amax() if rho.numel() else rho.new_zeros(())
     statistics = {"clip_low": low.sum().to(rho), "clip_high": high.sum().to(rho), "ratio_max": largest}
     if dual_clip is not None:
@@ -194,7 +204,8 @@ def linearize(rewards: Tensor, weights: Tensor) -> Tensor:
     counts 0, even if it is infinite.
     """
     ordered, order = rewards.sort(dim=-1, stable=True)
-    lower, upper = ordered[..., :-1], ordered[..., 1:]
+    lower = ordered[..., :-1]
+    upper = ordered[..., 1:]
     neg_gaps = torch.where(lower == upper, 0.0, lower - upper)
     neg_gaps = torch.where(weights[..., :-1] == 0, 0.0, weights[..., :-1] * neg_gaps)
     below_best = neg_gaps.flip(-1).cumsum(-1).flip(-1)

@@ -30,18 +30,28 @@ def over_present(estimate: Callable[..., Tensor], *sides: Tensor, fewest: int = 
 
     Raises ValueError for ``fewest`` below 1 or above n, and as ``estimate``.
     """
+    # of each side: the number of samples that are there, and their places before the others
+    counts = []
+    present_first = []
     for side in sides:
         _checked_n(fewest, side.shape[1])
-    absent = [side.isnan().flatten(2).any(-1) if side.dim() > 2 else side.isnan() for side in sides]
-    counts = torch.stack([(~x).sum(1) for x in absent], 1)
-    present_first = [x.to(torch.uint8).argsort(dim=1, stable=True) for x in absent]
+        absent = side.isnan()
+        if side.dim() > 2:
+            absent = absent.flatten(2).any(-1)
+        counts.append((~absent).sum(1))
+        present_first.append(absent.to(torch.uint8).argsort(dim=1, stable=True))
+    counts_of_prompts = torch.stack(counts, 1)
     out = torch.full_like(sides[0].flatten(1)[:, 0], math.nan, dtype=torch.float64)
-    for numbers in counts.unique(dim=0).tolist():
-        if min(numbers) >= fewest:
-            rows = (counts == counts.new_tensor(numbers)).all(1).nonzero()
-            places = [order[rows[:, 0], :k] for order, k in zip(present_first, numbers, strict=True)]
-            parts = [side[rows, columns] for side, columns in zip(sides, places, strict=True)]
-            out[rows[:, 0]] = estimate(*parts).double()
+    for numbers in counts_of_prompts.unique(dim=0).tolist():
+        if min(numbers) < fewest:
+            continue
+        same = (counts_of_prompts == counts_of_prompts.new_tensor(numbers)).all(1)
+        rows = same.nonzero()
+        parts = []
+        for side, places, k in zip(sides, present_first, numbers, strict=True):
+            columns = places[rows[:, 0], :k]
+            parts.append(side[rows, columns])
+        out[rows[:, 0]] = estimate(*parts).double()
     return out
 
 
@@ -61,8 +71,10 @@ def best_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
             f"rewards contain {rewards.isinf().sum()} infinite values, which have no mean; clamp them first"
         )
     n = rewards.shape[1]
-    weights = torch.stack([order_weights(n, _checked_n(best_of, n)) for best_of in _sequence(ns)])
-    return weights.to(rewards.device) @ rewards.sort(dim=1).values.T
+    rows = [order_weights(n, _checked_n(best_of, n)) for best_of in _sequence(ns)]
+    weights = torch.stack(rows).to(rewards.device)
+    ordered = rewards.sort(dim=1).values
+    return weights @ ordered.T
 
 
 def worst_of_n(rewards: Tensor, ns: Sequence[int]) -> Tensor:
@@ -84,7 +96,8 @@ def win_rate(a: Tensor, b: Tensor, n: int, worst: bool = False) -> Tensor:
     a, b = _both(a, b)
     for samples in (a, b):
         _checked_n(n, samples.shape[1])
-    return _win_rate(a, b, (WorstOfN if worst else BestOfN)(int(n), "unbiased"))
+    objective = WorstOfN(int(n), "unbiased") if worst else BestOfN(int(n), "unbiased")
+    return _win_rate(a, b, objective)
 
 
 def procedure_win_rate(a: Tensor, b: Tensor, objective: Objective) -> Tensor:
@@ -119,9 +132,9 @@ def weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor
 def _weighted_win_rate(a: Tensor, weights_a: Tensor, b: Tensor, weights_b: Tensor) -> Tensor:
     """As `weighted_win_rate`, with ``b`` in ascending order."""
     cdf = torch.nn.functional.pad(weights_b.cumsum(1), (1, 0))
-    below = torch.searchsorted(b, a)
-    upto = torch.searchsorted(b, a, right=True)
-    return (weights_a * (cdf.gather(1, below) + cdf.gather(1, upto)) / 2).sum(1)
+    lower = cdf.gather(1, torch.searchsorted(b, a))
+    at_most = cdf.gather(1, torch.searchsorted(b, a, right=True))
+    return (weights_a * (lower + at_most) / 2).sum(1)
 
 
 def chosen_weights(ordered: Tensor, objective: Objective) -> Tensor:
@@ -154,8 +167,10 @@ def procedure_value(rewards: Tensor, objective: Objective) -> Tensor:
     Best-of-N and worst-of-N are unbiased (`best_of_n`), the others plug-in estimates. Raises ValueError as `best_of_n`
     and `Objective.value`.
     """
-    if isinstance(objective, BestOfN | WorstOfN):
-        return (best_of_n if isinstance(objective, BestOfN) else worst_of_n)(rewards, [objective.n])[0]
+    if isinstance(objective, BestOfN):
+        return best_of_n(rewards, [objective.n])[0]
+    if isinstance(objective, WorstOfN):
+        return worst_of_n(rewards, [objective.n])[0]
     return objective.value(_group(rewards, "rewards"))
 
 
@@ -173,7 +188,8 @@ def selected_value(rewards: Tensor, judged: Tensor, objective: Objective) -> Ten
     ordered, order = rewards.sort(dim=1)
     weights = chosen_weights(ordered, objective)
     judged = judged.gather(1, order)
-    first = torch.searchsorted(ordered, ordered)  # equal rewards share their weight
+    # equal rewards share their weight
+    first = torch.searchsorted(ordered, ordered)
     last = torch.searchsorted(ordered, ordered, right=True)
     total = torch.nn.functional.pad(weights.cumsum(1), (1, 0))
     shared = (total.gather(1, last) - total.gather(1, first)) / (last - first)
@@ -206,11 +222,11 @@ def maj_at_k(correct: Tensor, answers: Tensor, ks: Sequence[int]) -> Tensor:
     if answers.shape != correct.shape or answers.is_floating_point():
         raise ValueError(f"expected integer answers {tuple(correct.shape)}, got {answers.dtype} {tuple(answers.shape)}")
     n = correct.shape[1]
-    rows = [_votes(c, a) for c, a in zip(correct.tolist(), answers.tolist(), strict=True)]
-    table = [
-        [_majority(right, wrong, unanswered, _checked_n(k, n)) for right, wrong, unanswered in rows]
-        for k in _sequence(ks)
-    ]
+    votes = [_votes(c, a) for c, a in zip(correct.tolist(), answers.tolist(), strict=True)]
+    table = []
+    for k in _sequence(ks):
+        _checked_n(k, n)
+        table.append([_majority(right, wrong, unanswered, k) for right, wrong, unanswered in votes])
     return torch.tensor(table, dtype=torch.float64)
 
 
@@ -229,21 +245,32 @@ def _votes(correct: list[float], answers: list[int]) -> tuple[list[int], list[in
 def _majority(right: list[int], wrong: list[int], unanswered: int, k: int) -> float:
     """Fraction of the subsets of k in which a correct answer wins the vote; ties count fractionally."""
     n = sum(right) + sum(wrong) + unanswered
+    every = [(count, True) for count in right] + [(count, False) for count in wrong]
     won = 0.0
-    for most in range(1, k + 1):  # votes of the winner
+    # votes of the winner
+    for most in range(1, k + 1):
         # ways[t, u][j]: ways to draw j samples so that t correct and u wrong answers have ``most`` votes, none has more
-        ways = {(0, 0): np.array([float(math.comb(unanswered, j)) for j in range(k + 1)])}
-        for count, is_right in [*((c, True) for c in right), *((c, False) for c in wrong)]:
-            fewer = np.array([float(math.comb(count, j)) if j < most else 0.0 for j in range(k + 1)])
+        ways = {(0, 0): _choices(unanswered, k)}
+        for count, is_right in every:
+            fewer = _choices(count, k)
+            fewer[most:] = 0.0
             grown: dict[tuple[int, int], np.ndarray] = {}
             for (t, u), row in ways.items():
                 _add(grown, (t, u), np.convolve(row, fewer)[: k + 1])
                 if count >= most and (t + u + 1) * most <= k:
-                    winner = np.concatenate((np.zeros(most), row[: k + 1 - most])) * float(math.comb(count, most))
-                    _add(grown, (t + is_right, u + (not is_right)), winner)
+                    with_most = np.concatenate((np.zeros(most), row[: k + 1 - most])) * float(math.comb(count, most))
+                    state = (t + 1, u) if is_right else (t, u + 1)
+                    _add(grown, state, with_most)
             ways = grown
-        won += sum(row[k] * t / (t + u) for (t, u), row in ways.items() if t)
+        for (t, u), row in ways.items():
+            if t:
+                won += row[k] * t / (t + u)
     return won / math.comb(n, k)
+
+
+def _choices(count: int, k: int) -> np.ndarray:
+    """Ways to draw j = 0 .. k of ``count`` samples."""
+    return np.array([float(math.comb(count, j)) for j in range(k + 1)])
 
 
 def _add(table: dict[tuple[int, int], np.ndarray], key: tuple[int, int], row: np.ndarray) -> None:
@@ -257,8 +284,13 @@ def distinct_n(sequences: Sequence[Sequence[Hashable]], n: int) -> float:
     """
     if n < 1:
         raise ValueError(f"distinct-n needs n >= 1, got {n}")
-    ngrams = [tuple(row[i : i + n]) for row in sequences for i in range(len(row) - n + 1)]
-    return len(set(ngrams)) / len(ngrams) if ngrams else math.nan
+    ngrams: list[tuple[Hashable, ...]] = []
+    for row in sequences:
+        for start in range(len(row) - n + 1):
+            ngrams.append(tuple(row[start : start + n]))
+    if not ngrams:
+        return math.nan
+    return len(set(ngrams)) / len(ngrams)
 
 
 def paired_test(
@@ -279,11 +311,14 @@ def paired_test(
     mean, low, high = (x.item() for x in bootstrap(difference, level=level, seed=seed))
     if len(difference) == 1:
         return mean, low, high, math.nan
+    # a tolerance for the same sum in another order
+    observed = difference.sum().abs() * (1 - 1e-12)
     larger = 0
     chunk = _rows_at_a_time(len(difference))
     for start in range(0, resamples, chunk):
         signs = _signs(len(difference), min(chunk, resamples - start), seed + start)
-        larger += int(((signs @ difference).abs() >= difference.sum().abs() * (1 - 1e-12)).sum())
+        sums = (signs @ difference).abs()
+        larger += int((sums >= observed).sum())
     return mean, low, high, (1 + larger) / (1 + resamples)
 
 
@@ -310,17 +345,21 @@ def two_way_interval(values: Tensor, *, level: float = 0.95) -> tuple[float, flo
     of_seeds = y.mean(1, keepdim=True) - mean
     of_prompts = y.mean(0, keepdim=True) - mean
     residual = y - mean - of_seeds - of_prompts
+    # mean squares of seeds, prompts and residual, with their degrees of freedom
     free = torch.tensor([seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1)], dtype=torch.float64)
     sums = torch.stack([prompts * of_seeds.square().sum(), seeds * of_prompts.square().sum(), residual.square().sum()])
     squares = sums / free
-    total = torch.maximum(squares[0] + squares[1] - squares[2], squares[2])
-    if total <= 1e-24 * (1 + mean.square()):  # all values are equal
-        return float(mean), float(mean), float(mean), float(mean.abs() <= 1e-12)
+    MS_seeds, MS_prompts, MS_residual = squares
+    total = torch.maximum(MS_seeds + MS_prompts - MS_residual, MS_residual)
+    centre = float(mean)
+    all_equal = total <= 1e-24 * (1 + mean.square())
+    if all_equal:
+        return centre, centre, centre, float(mean.abs() <= 1e-12)
     freedom = max(1.0, float(total.square() / (squares.square() / free).sum()))
     error = float((total / (seeds * prompts)).sqrt())
     half = error * float(stdtrit(freedom, (1 + level) / 2))
-    p_value = 2 * float(stdtr(freedom, -abs(float(mean)) / error))
-    return float(mean), float(mean) - half, float(mean) + half, p_value
+    p_value = 2 * float(stdtr(freedom, -abs(centre) / error))
+    return centre, centre - half, centre + half, p_value
 
 
 def bootstrap(
@@ -347,10 +386,11 @@ def bootstrap(
     if values.shape[-1] == 1:
         return mean, torch.full_like(mean, math.nan), torch.full_like(mean, math.nan)
     differ = values.amax(-1) > values.amin(-1)
-    centred = (values - mean[..., None]) * differ[..., None]  # exactly 0 for equal values despite rounding of the mean
+    # exactly 0 for equal values despite rounding of the mean
+    centred = (values - mean[..., None]) * differ[..., None]
     resampled = _resampled_means(centred, resamples, seed).sort(dim=0).values
-    low, high = (mean + _quantile(resampled, share) for share in _tails(centred, resampled, level))
-    return mean, low, high
+    low, high = _tails(centred, resampled, level)
+    return mean, mean + _quantile(resampled, low), mean + _quantile(resampled, high)
 
 
 def _tails(centred: Tensor, resampled: Tensor, level: float) -> tuple[Tensor, Tensor]:
@@ -370,20 +410,24 @@ def _tails(centred: Tensor, resampled: Tensor, level: float) -> tuple[Tensor, Te
     std = centred.square().mean(-1).sqrt()
     std = torch.where(std > 0, std, 1.0)
     acceleration = (centred / std[..., None]).pow(3).mean(-1) / (6 * math.sqrt(prompts))
-    tie = 1e-9 * std  # tolerance for equal sums computed in another order
+    # a tolerance for equal sums computed in another order
+    tie = 1e-9 * std
     below = ((resampled < -tie).double() + (resampled <= tie).double()).mean(0) / 2
-    least = 0.5 / len(resampled)  # keeps the normal quantile finite
-    bias = torch.special.ndtri(below.clamp(least, 1 - least))
+    # keeps the normal quantile finite
+    least = 0.5 / len(resampled)
+    z0 = torch.special.ndtri(below.clamp(least, 1 - least))
     z = math.sqrt(prompts / (prompts - 1)) * float(stdtrit(prompts - 1, (1 + level) / 2))
-    low, high = (_corrected(edge, bias, acceleration) for edge in (-z, z))
-    plain = torch.special.ndtr(torch.tensor(z, dtype=torch.float64))
-    return low.clamp(max=1 - plain), high.clamp(min=plain)
+    percentile = torch.special.ndtr(torch.tensor(z, dtype=torch.float64))
+    low = _corrected(-z, z0, acceleration).clamp(max=1 - percentile)
+    high = _corrected(z, z0, acceleration).clamp(min=percentile)
+    return low, high
 
 
-def _corrected(z: float, bias: Tensor, acceleration: Tensor) -> Tensor:
+def _corrected(z: float, z0: Tensor, acceleration: Tensor) -> Tensor:
     """Return the probability that BCa uses in place of Phi(z)."""
-    slope = (1 - acceleration * (bias + z)).clamp(min=1e-12)  # near 0 the bound is the outermost resample
-    return torch.special.ndtr(bias + (bias + z) / slope)
+    # near 0 the bound is the outermost resample
+    slope = (1 - acceleration * (z0 + z)).clamp(min=1e-12)
+    return torch.special.ndtr(z0 + (z0 + z) / slope)
 
 
 def _quantile(ordered: Tensor, share: Tensor) -> Tensor:
@@ -391,8 +435,9 @@ def _quantile(ordered: Tensor, share: Tensor) -> Tensor:
     place = share * (len(ordered) - 1)
     below = place.long()
     above = (below + 1).clamp(max=len(ordered) - 1)
-    first, second = (ordered.gather(0, index[None])[0] for index in (below, above))
-    return torch.lerp(first, second, place - below)
+    low = ordered.gather(0, below[None])[0]
+    high = ordered.gather(0, above[None])[0]
+    return torch.lerp(low, high, place - below)
 
 
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
@@ -407,7 +452,8 @@ def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
 
 
 def _rows_at_a_time(prompts: int) -> int:
-    return max(1, 2**22 // prompts)  # at most 32 MiB
+    # at most 32 MiB
+    return max(1, 2**22 // prompts)
 
 
 # Cached, as a table of results uses the same draws hundreds of times, and drawing takes longer than the rest.
@@ -417,14 +463,15 @@ def _rows_at_a_time(prompts: int) -> int:
 def _counts(prompts: int, rows: int, seed: int) -> Tensor:
     """Number of times each prompt is drawn in each resample, (rows, prompts)."""
     drawn = torch.randint(prompts, (rows, prompts), generator=torch.Generator().manual_seed(seed))
-    return torch.zeros(rows, prompts, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
-    )
+    ones = torch.ones_like(drawn, dtype=torch.float64)
+    return torch.zeros_like(ones).scatter_add_(1, drawn, ones)
 
 
 @functools.lru_cache(maxsize=2)
 def _signs(prompts: int, rows: int, seed: int) -> Tensor:
-    return torch.randint(2, (rows, prompts), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
+    """1 or -1 of each prompt in each resample, (rows, prompts)."""
+    coins = torch.randint(2, (rows, prompts), generator=torch.Generator().manual_seed(seed))
+    return coins.double() * 2 - 1
 
 
 def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

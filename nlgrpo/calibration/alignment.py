@@ -23,7 +23,7 @@ from nlgrpo.calibration.procedures import CalibratedProcedure
 from nlgrpo.calibration.quadrature import Panels, logit, panels_for
 from nlgrpo.calibration.transforms import Exponential, Transform, as_transform, parse_transform
 from nlgrpo.kernels import ecdf
-from nlgrpo.objectives.base import Objective, first, is_number
+from nlgrpo.objectives.base import Objective, first, is_integer, is_number
 from nlgrpo.objectives.registry import parse
 
 __all__ = [
@@ -187,14 +187,16 @@ def suggest(n: int, kl: float, *, worst: bool = False) -> float:
 
     def loss(log_t: float) -> float:
         transform = Exponential(sign * math.exp(log_t))
-        loss_rate = _aligned(transform, _beta_for(transform, kl)).losses(n)[2 if worst else 1]
-        return math.log(max(loss_rate, 1e-300))
+        _, loss_of_best, loss_of_worst = _aligned(transform, _beta_for(transform, kl)).losses(n)
+        return math.log(max(loss_of_worst if worst else loss_of_best, 1e-300))
 
-    low, high = (math.log(t) for t in EXPONENTS)
+    low = math.log(EXPONENTS[0])
+    high = math.log(EXPONENTS[1])
     step = (high - low) / 16
     best = min((low + i * step for i in range(17)), key=loss)
     bounds = max(low, best - step), min(high, best + step)
-    return sign * math.exp(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4}).x)
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
+    return sign * math.exp(found.x)
 
 
 @dataclass(frozen=True)
@@ -210,14 +212,12 @@ class _Aligned:
         """Loss rates against the reference of one sample, best of n, and worst of n, computed without cancellation."""
         F = self.F
         panels = self.panels
-        any_below = -torch.expm1(n * torch.log1p(-F))  # 1 - (1 - F)^n
-        rates = (
-            panels.total(F),
-            n * panels.total(F**n * panels.u ** (n - 1)),
-            n * panels.total(any_below * panels.w ** (n - 1)),
-        )
-        single, best, worst = (float(rate) for rate in rates)
-        return single, best, worst
+        # 1 - (1 - F)^n
+        any_below = -torch.expm1(n * torch.log1p(-F))
+        single = panels.total(F)
+        best = n * panels.total(F**n * panels.u ** (n - 1))
+        worst = n * panels.total(any_below * panels.w ** (n - 1))
+        return float(single), float(best), float(worst)
 
 
 def _aligned(transform: Transform, beta: float, procedures: Mapping[str, CalibratedProcedure] = NONE) -> _Aligned:
@@ -226,18 +226,24 @@ def _aligned(transform: Transform, beta: float, procedures: Mapping[str, Calibra
         raise ValueError(f"beta = {beta!r}: expected a finite number > 0, the weight of the KL penalty.")
     phi = transform.at(beta)
     optimum = _on_panels(phi, beta, ())
-    breaks = sorted({b for procedure in procedures.values() for b in procedure.breaks})
+    breaks: set[float] = set()
+    for procedure in procedures.values():
+        breaks.update(procedure.breaks)
     if not breaks:
         return optimum
-    in_f = [optimum.panels.crossing(optimum.F, b) for b in breaks]
-    return _on_panels(phi, beta, [*(logit(b) for b in breaks), *in_f])
+    edges = []
+    for b in sorted(breaks):
+        edges.append(logit(b))
+        edges.append(optimum.panels.crossing(optimum.F, b))
+    return _on_panels(phi, beta, edges)
 
 
 def _on_panels(phi: Transform, beta: float, edges_at: Sequence[float]) -> _Aligned:
     panels, logs = panels_for(lambda u, w: phi.below_top(u, w) / beta, edges_at)
     total = panels.total(logs.exp())
     density = logs.exp() / total
-    mean = panels.total(torch.where(density > 0, density * logs, 0.0))  # avoids 0 * -inf
+    # avoids 0 * -inf
+    mean = panels.total(torch.where(density > 0, density * logs, 0.0))
     F = panels.below(density).clamp(0, 1)
     return _Aligned(beta, max(0.0, float(mean - total.log())), panels, F)
 
@@ -245,10 +251,10 @@ def _on_panels(phi: Transform, beta: float, edges_at: Sequence[float]) -> _Align
 def _curve(n: int, optima: Sequence[_Aligned], procedures: Mapping[str, CalibratedProcedure] = NONE) -> Curve:
     rows = torch.tensor([(a.beta, a.kl, *a.losses(n)) for a in optima], dtype=torch.float64).view(-1, 5)
     beta, kl, single, best, worst = rows.unbind(1)
-    extra = {
-        name: 1 - torch.tensor([procedure.loss_rate(a.panels, a.F) for a in optima], dtype=torch.float64)
-        for name, procedure in procedures.items()
-    }
+    extra = {}
+    for name, procedure in procedures.items():
+        losses = [procedure.loss_rate(a.panels, a.F) for a in optima]
+        extra[name] = 1 - torch.tensor(losses, dtype=torch.float64)
     return Curve(n, beta, kl, 1 - single, 1 - best, 1 - worst, extra)
 
 
@@ -262,7 +268,8 @@ def _beta_for(transform: Transform, kl: float) -> float:
     def excess(log_b: float) -> float:
         return _aligned(transform, math.exp(log_b)).kl - kl
 
-    log_beta = math.log(_rise(transform.at(1.0)))  # the density at u = 1 is then e times that at u = 1/2
+    # the density at u = 1 is then e times that at u = 1/2
+    log_beta = math.log(_rise(transform.at(1.0)))
     value = excess(log_beta)
     step = 1.0 if value > 0 else -1.0
     why = "this is the limit of the transform"
@@ -303,5 +310,5 @@ def _named(procedures: Sequence[Objective | str]) -> dict[str, CalibratedProcedu
 
 
 def _check_n(n: int, least: int = 1) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < least:
+    if not is_integer(n, least):
         raise ValueError(f"N = {n!r}: expected an integer >= {least}, the number of samples to choose from.")

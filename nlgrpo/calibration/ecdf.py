@@ -134,9 +134,9 @@ class ECDF:
             q = torch.as_tensor(q, dtype=torch.float64, device=self.samples.device)
         except (TypeError, ValueError) as error:
             raise ValueError(f"quantile: expected probabilities in [0, 1], got {q!r}.") from error
-        if not bool(((q >= 0) & (q <= 1)).all()):
-            wrong = q[~((q >= 0) & (q <= 1))].reshape(-1)[0]
-            raise ValueError(f"quantile {float(wrong)}: expected probabilities in [0, 1].")
+        wrong = q[~((q >= 0) & (q <= 1))]
+        if wrong.numel():
+            raise ValueError(f"quantile {float(wrong[0])}: expected probabilities in [0, 1].")
         flat = q.reshape(-1)
         at = self._positions(flat) if self.weights is None else self._weighted_positions(flat)
         if self.offsets is not None:
@@ -173,17 +173,17 @@ class ECDF:
         if not dist.is_available() or not dist.is_initialized():
             return self
         shards = _gather_shards(self, group)
-        while len(shards) > 1:  # in pairs, so that each sample is moved log2(ranks) times
+        # in pairs, so that each sample is moved log2(ranks) times
+        while len(shards) > 1:
             pairs = [a.merge(b) for a, b in zip(shards[::2], shards[1::2], strict=False)]
             shards = pairs + shards[2 * len(pairs) :]
         return shards[0]
 
     def to(self, device: torch.device | str) -> ECDF:
         """Return this ECDF with its tensors on ``device``."""
-        tensors = (self.samples, self.weights, self.offsets)
-        samples, weights, offsets = (None if x is None else x.to(device) for x in tensors)
-        assert samples is not None
-        return self._of_sorted(samples, weights, offsets)
+        weights = None if self.weights is None else self.weights.to(device)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return self._of_sorted(self.samples.to(device), weights, offsets)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file atomically."""
@@ -209,7 +209,9 @@ class ECDF:
         samples = tensors["samples"]
         weights = tensors.get("weights")
         offsets = tensors.get("offsets")
-        if not torch.equal(cls(samples, weights=weights, offsets=offsets).samples, samples):  # also validates all
+        # this also validates all
+        again = cls(samples, weights=weights, offsets=offsets)
+        if not torch.equal(again.samples, samples):
             raise ValueError(f"{path} is not an ECDF file: its samples are not sorted.")
         return cls._of_sorted(samples, weights, offsets).to(device)
 
@@ -251,7 +253,10 @@ class ECDF:
 
     def _positions(self, q: Tensor) -> Tensor:
         """Index within its row of the smallest sample with k / M >= q, (P or 1, K). k / M rounds unlike ceil(q M)."""
-        M = torch.tensor([[self.samples.shape[-1]]], device=q.device) if self.offsets is None else self._sizes[:, None]
+        if self.offsets is None:
+            M = torch.tensor([[self.samples.shape[-1]]], device=q.device)
+        else:
+            M = self._sizes[:, None]
         k = (q * M).ceil()
         k = torch.where((k - 1) / M >= q, k - 1, k)
         k = torch.where(k / M < q, k + 1, k)
@@ -295,18 +300,21 @@ def ks_test(a: Tensor | ECDF, b: Tensor | ECDF, method: str = "auto") -> tuple[T
     if first.weights is not None or second.weights is not None:
         raise ValueError("ks_test: no p-value is known for weighted samples; ks_distance gives their distance.")
     distances = _distance(first, second)
-    rows = zip(
-        first._by_row(first.samples), second._by_row(second.samples), distances.reshape(-1).tolist(), strict=True
-    )
-    p = [kolmogorov_smirnov.p_value(x, y, distance, method) for x, y, distance in rows]
+    of_first = first._by_row(first.samples)
+    of_second = second._by_row(second.samples)
+    p = []
+    for x, y, distance in zip(of_first, of_second, distances.reshape(-1).tolist(), strict=True):
+        p.append(kolmogorov_smirnov.p_value(x, y, distance, method))
     return distances, distances.new_tensor(p).view(distances.shape)
 
 
 def _two(a: Tensor | ECDF, b: Tensor | ECDF) -> tuple[ECDF, ECDF]:
     """Return both as ECDFs of one dtype."""
-    first, second = (x if isinstance(x, ECDF) else ECDF(x) for x in (a, b))
+    first = a if isinstance(a, ECDF) else ECDF(a)
+    second = b if isinstance(b, ECDF) else ECDF(b)
     common = torch.promote_types(first.samples.dtype, second.samples.dtype)
-    first, second = (ECDF._of_sorted(x.samples.to(common), x.weights, x.offsets) for x in (first, second))
+    first = ECDF._of_sorted(first.samples.to(common), first.weights, first.offsets)
+    second = ECDF._of_sorted(second.samples.to(common), second.weights, second.offsets)
     if first._layout[2:] != second._layout[2:]:
         raise ValueError(f"{first!r} and {second!r}: expected the same number of rows, both dense or both ragged.")
     return first, second
@@ -320,9 +328,11 @@ def _distance(a: ECDF, b: ECDF) -> Tensor:
 def _gather_shards(mine: ECDF, group: dist.ProcessGroup | None) -> list[ECDF]:
     """Return the ECDFs of all ranks, in rank order."""
     samples = mine.samples
-    dtypes = list(kernel.FLOATS)
-    kind = [dtypes.index(samples.dtype), mine.weights is not None, mine.offsets is not None, samples.ndim, mine._rows]
-    header = torch.tensor([*map(int, kind), samples.shape[-1]], device=samples.device)
+    dtype = list(kernel.FLOATS).index(samples.dtype)
+    weighted = mine.weights is not None
+    ragged = mine.offsets is not None
+    kind = [dtype, int(weighted), int(ragged), samples.ndim, mine._rows]
+    header = torch.tensor([*kind, samples.shape[-1]], device=samples.device)
     headers = [torch.empty_like(header) for _ in range(dist.get_world_size(group))]
     dist.all_gather(headers, header, group)
     kinds = [tuple(h.tolist()[:-1]) for h in headers]
@@ -332,17 +342,17 @@ def _gather_shards(mine: ECDF, group: dist.ProcessGroup | None) -> list[ECDF]:
             f"{mine!r}: dtype, layout, number of rows and weights must agree on all ranks; per rank: {seen} (index of "
             "the dtype, weighted, ragged, dimensions, rows)."
         )
+    ranks = len(headers)
     widths = [int(h[-1]) for h in headers]
-    sizes = widths if mine.offsets is not None else [mine._rows * width for width in widths]
+    sizes = widths if ragged else [mine._rows * width for width in widths]
     parts = _gather(samples, sizes, group)
-    weights = [None] * len(sizes) if mine.weights is None else _gather(mine.weights, sizes, group)
-    lengths = [mine._rows + 1] * len(sizes)
-    offsets = [None] * len(sizes) if mine.offsets is None else _gather(mine.offsets, lengths, group)
-    shapes = [(*samples.shape[:-1], width) for width in widths]
-    return [
-        ECDF._of_sorted(x.view(shape), None if w is None else w.view(shape), o)
-        for x, w, o, shape in zip(parts, weights, offsets, shapes, strict=True)
-    ]
+    weights = [None] * ranks if mine.weights is None else _gather(mine.weights, sizes, group)
+    offsets = [None] * ranks if mine.offsets is None else _gather(mine.offsets, [mine._rows + 1] * ranks, group)
+    shards = []
+    for part, weight, offset, width in zip(parts, weights, offsets, widths, strict=True):
+        shape = (*samples.shape[:-1], width)
+        shards.append(ECDF._of_sorted(part.view(shape), None if weight is None else weight.view(shape), offset))
+    return shards
 
 
 def _gather(x: Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:

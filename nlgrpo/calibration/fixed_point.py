@@ -32,12 +32,13 @@ import torch
 from torch import Tensor
 
 from nlgrpo.calibration.quadrature import panels_for
-from nlgrpo.objectives.base import is_number
+from nlgrpo.objectives.base import is_integer, is_number
 
 Interpolant = Callable[[np.ndarray], np.ndarray]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(3)
-LEAST = {False: 1e-20, True: 1e-60}  # smallest beta of best-of-N and worst-of-N: KL(f || uniform) up to 6 and more
+# smallest beta of best-of-N and worst-of-N: KL(f || uniform) up to 6 and more
+LEAST = {False: 1e-20, True: 1e-60}
 MOST = 1e12
 TOLERANCE = 1e-8  # of the residual
 START = np.log(1e-30)  # tau at which t = g and p = 1 up to rounding
@@ -52,7 +53,8 @@ class FixedPoint:
         self.n = n
         self.beta = beta
         self.worst = worst
-        self._quintic = _quintic(*(self._worst_of_n() if worst else self._best_of_n()))
+        points = self._worst_of_n() if worst else self._best_of_n()
+        self._quintic = _quintic(*points)
         self.residual = self._residual()
 
     def __call__(self, w: Tensor) -> Tensor:
@@ -61,23 +63,31 @@ class FixedPoint:
 
     def _times(self) -> np.ndarray:
         end = np.log(self.n**2 / self.beta)
-        return np.arange(end, max(START, min(end, 0.0) - BEHIND), -STEP)
+        start = max(START, min(end, 0.0) - BEHIND)
+        return np.arange(end, start, -STEP)
 
     def _best_of_n(self) -> tuple[np.ndarray, ...]:
         """Return w = 1 - u in ascending order from 0, with Phi and its first two derivatives in w."""
         n = self.n
         tau = self._times()
         curve = _curve(self.n, self.worst)
-        log_t, log_g, log_p = curve(tau)
-        # log(1/u), integrated from the end: the difference of two log t would lose its digits for u close to 1.
+
+        # log(1/u), integrated from the end: the difference of two log t would lose its digits for u close to 1
         back = STEP * (np.arange(len(tau) - 1)[:, None] + (1 + NODES) / 2)
-        r = np.exp(_log_r(curve((tau[0] - back).ravel()))).reshape(back.shape)
-        steps = STEP / 2 * (1 / (n + (n - 1) * r)) @ WEIGHTS
+        between = curve((tau[0] - back).ravel())
+        r = np.exp(_log_r(between)).reshape(back.shape)
+        d = n + (n - 1) * r
+        steps = STEP / 2 * (1 / d) @ WEIGHTS
         log_u = -np.concatenate(([0.0], steps.cumsum()))
+
+        log_t, log_g, log_p = curve(tau)
         log_F = log_g - log_g[0]
+        w = -np.expm1(log_u)
+        phi = self.beta * (log_p - log_p[0])
         slope = -(float(n) ** 2) * np.exp((n - 1) * (log_u + log_F))
         r = np.exp(_log_r((log_t, log_g, log_p)))
-        return -np.expm1(log_u), self.beta * (log_p - log_p[0]), slope, -(n - 1) * slope * (1 + r) * np.exp(-log_u)
+        curvature = -(n - 1) * slope * (1 + r) * np.exp(-log_u)
+        return w, phi, slope, curvature
 
     def _worst_of_n(self) -> tuple[np.ndarray, ...]:
         """The same for worst-of-n, where w is t/t_1 itself."""
@@ -88,15 +98,22 @@ class FixedPoint:
         log_w[-1] = 0.0
         slope = -(float(n) ** 2) * np.exp((n - 1) * (log_w + log_rest))
         r = np.exp(_log_r((log_t, log_g, log_p)))
-        return np.exp(log_w), self.beta * log_p, slope, (n - 1) * slope * (1 + r) * np.exp(-log_w)
+        curvature = (n - 1) * slope * (1 + r) * np.exp(-log_w)
+        return np.exp(log_w), self.beta * log_p, slope, curvature
 
     def _residual(self) -> float:
         """Largest error over u of Corollary 2's equation, Phi against the Phi of the density e^{Phi / beta}."""
         panels, logs = panels_for(lambda u, w: self(w) / self.beta)
         density = logs.exp()
-        v, side = (panels.w, panels.above) if self.worst else (panels.u, panels.below)
-        F = side(density) / panels.total(density)  # for worst-of-n, 1 - F at u
-        again = -(float(self.n) ** 2) * panels.above((v * F).clamp(min=0) ** (self.n - 1))
+        if self.worst:
+            # 1 - F at u
+            v = panels.w
+            F = panels.above(density) / panels.total(density)
+        else:
+            v = panels.u
+            F = panels.below(density) / panels.total(density)
+        integrand = (v * F).clamp(min=0) ** (self.n - 1)
+        again = -(float(self.n) ** 2) * panels.above(integrand)
         return float((again - self(panels.w)).abs().max())
 
 
@@ -122,7 +139,7 @@ def solve(n: int, beta: float, worst: bool = False) -> FixedPoint:
 
 def check_n(n: int | None, worst: bool) -> None:
     """Raise ValueError for an n that is not an integer >= 2."""
-    if not isinstance(n, int) or isinstance(n, bool) or n < 2:
+    if not is_integer(n, 2):
         name = "won_fp" if worst else "bon_fp"
         raise ValueError(
             f"{name}: N = {n!r}; expected an integer >= 2, such as '{name}:4'. For N = 1 the best transform is "
@@ -142,16 +159,21 @@ def _curve(n: int, worst: bool) -> Interpolant:
         d = n + (n - 1) * r
         return 1 / d, r / d, sign * np.exp(tau) / d
 
-    near_0 = START / (2 * n - 1)  # x = t^(2n-1), log p = s x / (2n-1)
+    # near 0, x = t^(2n-1) and log p = s x / (2n-1)
+    log_t = START / (2 * n - 1)
+    log_p = sign * np.exp(START) / (2 * n - 1)
+    end = np.log(n**2 / LEAST[worst]) + STEP
     solution = solve_ivp(
         slopes,
-        (START, np.log(n**2 / LEAST[worst]) + STEP),
-        (near_0, near_0, sign * np.exp(START) / (2 * n - 1)),
+        (START, end),
+        (log_t, log_t, log_p),
         method="DOP853",
         dense_output=True,
-        max_step=0.2,  # for the interpolation, of order 7
+        # for the interpolation, of order 7
+        max_step=0.2,
         rtol=1e-13,
-        atol=(1e-14, 1e-14, 1e-300),  # log p is tiny at first, and for large beta to the end
+        # log p is tiny at first, and for large beta to the end
+        atol=(1e-14, 1e-14, 1e-300),
     )
     curve: Interpolant = solution.sol
     return curve
@@ -174,10 +196,15 @@ def _quintic(w: np.ndarray, phi: np.ndarray, slope: np.ndarray, curvature: np.nd
     if w[-1] < 1:
         w = np.append(w, 1.0)
         values = np.append(values, [[phi[-1]], [0], [0]], axis=1)
+    # Bernstein coefficients, from both ends of each interval
     h = np.diff(w)
     y, d, e = values[:, :-1]
-    low = (y, y + h * d / 5, y + 2 * h * d / 5 + h**2 * e / 20)
+    c0 = y
+    c1 = y + h * d / 5
+    c2 = y + 2 * h * d / 5 + h**2 * e / 20
     y, d, e = values[:, 1:]
-    high = (y - 2 * h * d / 5 + h**2 * e / 20, y - h * d / 5, y)
-    curve: Interpolant = BPoly(np.stack((*low, *high)), w)  # Bernstein coefficients
+    c3 = y - 2 * h * d / 5 + h**2 * e / 20
+    c4 = y - h * d / 5
+    c5 = y
+    curve: Interpolant = BPoly(np.stack((c0, c1, c2, c3, c4, c5)), w)
     return curve

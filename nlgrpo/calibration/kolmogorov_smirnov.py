@@ -31,9 +31,8 @@ def distance(
     merged array. Dense (..., M) and (..., M') give the leading shape, ragged rows (P,). Linear in the samples.
     """
     a, b = samples
-    weights_a, weights_b = (
-        torch.ones_like(x, dtype=torch.float64) if w is None else w for x, w in zip(samples, weights, strict=True)
-    )
+    weights_a = torch.ones_like(a, dtype=torch.float64) if weights[0] is None else weights[0]
+    weights_b = torch.ones_like(b, dtype=torch.float64) if weights[1] is None else weights[1]
     merged, from_a = ecdf.merge(a, b, offsets=offsets, weights=(weights_a, torch.zeros_like(weights_b)))
     if weights[1] is None and weights[0] is None:
         from_b = 1 - from_a
@@ -68,7 +67,10 @@ def p_value(a: Tensor, b: Tensor, distance: float, method: str = "auto") -> floa
     if method == "exact" or (method == "auto" and max(m, n) <= MOST_EXACT):
         return float(ks_2samp(a.double().cpu().numpy(), b.double().cpu().numpy(), method="exact").pvalue)
     size = round(m * n / (m + n))
-    return float(kstwo.sf(distance, size).clip(0.0, 1.0)) if size > 0 else 1.0  # size 0: one sample against one
+    # one sample against one
+    if size == 0:
+        return 1.0
+    return float(kstwo.sf(distance, size).clip(0.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,15 @@ class Comparison:
 
     def cells(self) -> tuple[str, ...]:
         """Return the formatted cells of the row, in the order of `COLUMNS`."""
-        few = ["-", "-"] if self.rejected == 0 else [f"{self.statistic:.2f}", f"{self.p_value:.3f}"]
-        counts = str(self.smaller), str(self.larger), f"{self.rejected} of {self.prompts}", f"{self.rate:.2%}"
-        return (*counts, *few, f"{self.distance:.3f}")
+        return (
+            str(self.smaller),
+            str(self.larger),
+            f"{self.rejected} of {self.prompts}",
+            f"{self.rate:.2%}",
+            f"{self.statistic:.2f}" if self.rejected else "-",
+            f"{self.p_value:.3f}" if self.rejected else "-",
+            f"{self.distance:.3f}",
+        )
 
 
 def ks_table(
@@ -127,14 +135,18 @@ def ks_table(
         raise ValueError(f"alpha={alpha}: expected a level between 0 and 1, such as 0.05.")
     if len(sizes) < 2 or min(sizes) < 1:
         raise ValueError(f"sizes={list(sizes)}: expected two or more numbers of samples, each at least 1.")
+    K = rewards.shape[1]
     pairs = list(itertools.combinations(sorted(sizes), 2))
     for smaller, larger in pairs:
         needed = larger if nested else smaller + larger
-        if needed > rewards.shape[1]:
+        if needed > K:
             advice = "draw more" if nested else "draw more, compare fewer, or set nested=True"
-            K = rewards.shape[1]
             raise ValueError(f"{smaller} against {larger} needs {needed} samples per prompt, got {K}; {advice}.")
-    return [_compare(chosen[:, :m], chosen[:, 0 if nested else m :][:, :n], alpha) for m, n in pairs]
+    rows = []
+    for smaller, larger in pairs:
+        start = 0 if nested else smaller
+        rows.append(_compare(chosen[:, :smaller], chosen[:, start : start + larger], alpha))
+    return rows
 
 
 def _shuffled(rewards: Tensor, seed: int) -> Tensor:
@@ -145,9 +157,8 @@ def _shuffled(rewards: Tensor, seed: int) -> Tensor:
         prompt, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(f"rewards[{prompt}, {sample}] is NaN; drop the prompt, or score it again first.")
     order = np.tile(np.arange(rewards.shape[1]), (len(rewards), 1))
-    order = np.random.default_rng(seed).permuted(
-        order, axis=1
-    )  # torch.rand with the seed of the rewards would sort them
+    # not torch.rand, which with the seed of the rewards would sort them
+    order = np.random.default_rng(seed).permuted(order, axis=1)
     return rewards.gather(1, torch.from_numpy(order).to(rewards.device))
 
 
@@ -157,12 +168,22 @@ def _compare(a: Tensor, b: Tensor, alpha: float) -> Comparison:
     m = a.shape[1]
     n = b.shape[1]
     d = distance((ecdf.sort(a), ecdf.sort(b)), (None, None), None)
-    steps, index = (d * m * n).round().unique(return_inverse=True)  # equal distances have equal p-values
-    examples = [int((index == step).nonzero()[0]) for step in range(len(steps))]
-    p = d.new_tensor([p_value(a[row], b[row], float(d[row])) for row in examples])[index]
+    # equal distances, which are multiples of 1/(m n), have equal p-values
+    steps, index = (d * m * n).round().unique(return_inverse=True)
+    p_values = []
+    for step in range(len(steps)):
+        row = int((index == step).nonzero()[0])
+        p_values.append(p_value(a[row], b[row], float(d[row])))
+    p = d.new_tensor(p_values)[index]
     rejected = p <= alpha
     return Comparison(
-        m, n, P, int(rejected.sum()), float(d[rejected].mean()), float(p[rejected].mean()), float(d.mean())
+        smaller=m,
+        larger=n,
+        prompts=P,
+        rejected=int(rejected.sum()),
+        statistic=float(d[rejected].mean()),
+        p_value=float(p[rejected].mean()),
+        distance=float(d.mean()),
     )
 
 

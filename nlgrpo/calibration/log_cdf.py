@@ -23,7 +23,14 @@ class Exponential:
 
     def __call__(self, r: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return log F at rewards ``r`` (P, Q), or at (S,) with the row index of each."""
-        a, b, origin = (x[:, None] if rows is None else x[rows] for x in (self.a, self.b, self.origin))
+        if rows is None:
+            a = self.a[:, None]
+            b = self.b[:, None]
+            origin = self.origin[:, None]
+        else:
+            a = self.a[rows]
+            b = self.b[rows]
+            origin = self.origin[rows]
         return -a * torch.exp(-b * (r.double() - origin))
 
 
@@ -44,11 +51,14 @@ def fit_exponential(samples: Sequence[Tensor], cdf: Sequence[Tensor], weights: S
     for row, (r, F) in enumerate(zip(samples, cdf, strict=True)):
         w = torch.ones_like(F) if weights is None else weights[row]
         kept = (F > 0) & r.isfinite() & (w > 0)
+        rewards = r[kept].double().cpu().numpy()
+        log_F = F[kept].log().cpu().numpy()
         try:
-            fits.append(_fit(r[kept].double().cpu().numpy(), F[kept].log().cpu().numpy(), w[kept].cpu().numpy()))
+            fits.append(_fit(rewards, log_F, w[kept].cpu().numpy()))
         except ValueError as error:
             raise ValueError(f"row {row}: {error}; use more samples, or smoother='add-half'.") from None
-    a, b, origin = torch.tensor(fits, dtype=torch.float64, device=samples[0].device if samples else None).view(-1, 3).T
+    device = samples[0].device if samples else None
+    a, b, origin = torch.tensor(fits, dtype=torch.float64, device=device).view(-1, 3).T
     return Exponential(a, b, origin)
 
 
@@ -56,9 +66,10 @@ def _fit(r: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float, flo
     """Return a, b and the origin of y = -a e^{-b (r - origin)}, fitted with r scaled to x in [0, 1]."""
     from scipy.optimize import OptimizeWarning, curve_fit  # the import takes half a second
 
-    low, spread = (r.min(), np.ptp(r)) if len(r) else (0.0, 0.0)
+    spread = np.ptp(r) if len(r) else 0.0
     if not 0 < spread < np.inf:
         raise ValueError("an exponential fit of log F needs two different finite samples with F > 0")
+    low = r.min()
     x = (r - low) / spread
 
     def curve(x: np.ndarray, a: float, b: float) -> np.ndarray:
@@ -68,12 +79,14 @@ def _fit(r: np.ndarray, y: np.ndarray, w: np.ndarray) -> tuple[float, float, flo
         decay = np.exp(-b * x)
         return np.stack((-decay, a * x * decay), axis=-1)
 
-    start = (-y[x.argmin()], 1.0)  # exact at the smallest sample; the rate is a guess
+    # exact at the smallest sample; the rate is a guess
+    start = (-y[x.argmin()], 1.0)
     bounds = ((0.0, 0.0), (np.inf, STEEPEST))
     accuracy = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-12, "max_nfev": 1000}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OptimizeWarning)  # about the covariance, which is not used
+            # about the covariance, which is not used
+            warnings.simplefilter("ignore", OptimizeWarning)
             (a, b), _ = curve_fit(curve, x, y, p0=start, sigma=w**-0.5, bounds=bounds, jac=slopes, **accuracy)
     except RuntimeError as error:
         raise ValueError(f"no exponential fits log F ({error})") from None

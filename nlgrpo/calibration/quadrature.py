@@ -30,12 +30,18 @@ def _tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weights = np.polynomial.legendre.leggauss(ORDER)
     P = np.polynomial.legendre.legvander(x, ORDER)
     k = np.arange(ORDER)
-    coefficients = (k[:, None] + 0.5) * weights * P[:, :-1].T  # (k, i)
-    integrals = np.concatenate(((x + 1)[:, None], (P[:, 2:] - P[:, :-2]) / (2 * k[1:] + 1)), axis=1)  # (i, k)
-    of_nodes, of_weights, of_integrals, of_coefficients = (
-        torch.from_numpy(np.ascontiguousarray(table)) for table in (x, weights, integrals @ coefficients, coefficients)
+    # (k, i)
+    coefficients = (k[:, None] + 0.5) * weights * P[:, :-1].T
+    # (i, k)
+    of_0 = (x + 1)[:, None]
+    of_others = (P[:, 2:] - P[:, :-2]) / (2 * k[1:] + 1)
+    integrals = np.concatenate((of_0, of_others), axis=1)
+    return (
+        torch.from_numpy(x),
+        torch.from_numpy(weights),
+        torch.from_numpy(np.ascontiguousarray(integrals @ coefficients)),
+        torch.from_numpy(np.ascontiguousarray(coefficients)),
     )
-    return of_nodes, of_weights, of_integrals, of_coefficients
 
 
 NODES, WEIGHTS, INTEGRALS, COEFFICIENTS = _tables()
@@ -77,7 +83,9 @@ class Panels:
         from scipy.optimize import brentq  # the import takes half a second
 
         coefficients = values @ COEFFICIENTS.T
-        above = (coefficients.sum(-1) >= level).nonzero()  # its values at the upper edges, where every P_k is 1
+        # its values at the upper edges, where every P_k is 1
+        at_edges = coefficients.sum(-1)
+        above = (at_edges >= level).nonzero()
         if not len(above):
             return float(self._edges[-1])
         j = int(above[0])
@@ -87,7 +95,10 @@ class Panels:
         def excess(x: float) -> float:
             return float(np.polynomial.legendre.legval(x, series)) - level
 
-        return low if excess(-1.0) >= 0 else low + (high - low) * (1 + brentq(excess, -1.0, 1.0, xtol=1e-15)) / 2
+        if excess(-1.0) >= 0:
+            return low
+        x = brentq(excess, -1.0, 1.0, xtol=1e-15)
+        return low + (high - low) * (1 + x) / 2
 
 
 def logit(u: float) -> float:
@@ -120,8 +131,10 @@ def panels_for(
             break
         middles = (edges[:-1] + edges[1:])[split] / 2
         edges = torch.cat((edges, middles)).sort().values
-    outside = float(density[[0, -1], [0, -1]].sum() / panels.total(density)) * math.exp(-REACH)
-    if not (outside < FINE and float(rough.sum()) < ROUGH):  # ROUGH allows for a transform that rounds to float32
+    at_ends = density[[0, -1], [0, -1]].sum()
+    outside = float(at_ends / panels.total(density)) * math.exp(-REACH)
+    # ROUGH allows for a transform that rounds to float32
+    if not (outside < FINE and float(rough.sum()) < ROUGH):
         raise ValueError(
             "the density exp(Phi / beta) is too narrow or too rough to be integrated; "
             "use a piecewise smooth transform with few pieces, or a larger beta."

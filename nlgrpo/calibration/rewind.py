@@ -53,7 +53,8 @@ class RewindAndRepeat:
             raise ValueError(f"{self} needs {self.most} samples per prompt, got {n}; draw more.")
         good = rewards >= self.threshold(reference)[:, None]
         bad = (~good).sum(1).double()
-        failed = [torch.ones_like(bad)]  # probability that the first m draws are all bad, m = 0, 1, ..
+        # probability that the first m draws are all bad, m = 0, 1, ..
+        failed = [torch.ones_like(bad)]
         for m in range(self.most):
             failed.append(failed[-1] * ((bad - m) / (n - m)).clamp(min=0))
         per_good = (1 - failed[-1]) / good.sum(1).clamp(min=1)

@@ -26,9 +26,12 @@ from nlgrpo.calibration.log_cdf import add_half, fit_exponential
 from nlgrpo.kernels import ecdf
 from nlgrpo.objectives.base import is_number
 
-LINEAR = -36.0  # if log p/F + log N is smaller, (1 + p/F)^N - 1 = N p/F up to a relative error of 1e-16
-LEAST = -1e4  # smallest log F of a fitted curve, which may otherwise become -inf where it is steep
-NEAR_ONE = -0.7  # F + p may be 1 if the log of the larger of F and p is above this
+# if log p/F + log N is smaller, (1 + p/F)^N - 1 = N p/F up to a relative error of 1e-16
+LINEAR = -36.0
+# smallest log F of a fitted curve, which may otherwise become -inf where it is steep
+LEAST = -1e4
+# F + p may be 1 if the log of the larger of F and p is above this
+NEAR_ONE = -0.7
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,18 @@ class VariationalBoN:
     bound: bool = False
 
     def __str__(self) -> str:
-        return f"vbon:{self.n}" + ":bound" * self.bound
+        return f"vbon:{self.n}:bound" if self.bound else f"vbon:{self.n}"
 
 
 def parse_variational(text: str) -> VariationalBoN | None:
     """Parse "vbon:N" or "vbon:N:bound". Return None for any other name; raise ValueError for invalid arguments."""
-    name, *arguments = text.strip().split(":")
+    name, _, arguments = text.strip().partition(":")
     if name != "vbon":
         return None
-    n, *form = arguments or [""]
-    if not n.isdecimal() or int(n) < 1 or form not in ([], ["bound"]):
+    n, colon, form = arguments.partition(":")
+    if not n.isdecimal() or int(n) < 1 or (colon and form != "bound"):
         raise ValueError(f"transform {text!r}: expected vbon:N or vbon:N:bound with N >= 1, such as vbon:4")
-    return VariationalBoN(int(n), bool(form))
+    return VariationalBoN(int(n), form == "bound")
 
 
 def log_bon_density(log_cdf: Tensor, log_p: Tensor, n: float) -> Tensor:
@@ -70,12 +73,15 @@ def log_bon_density(log_cdf: Tensor, log_p: Tensor, n: float) -> Tensor:
     _check_n(n)
     _refuse("log_cdf", log_cdf, ~(log_cdf < torch.inf), "expected log F, at most 0; -inf where F is 0")
     _refuse("log_p", log_p, ~(log_p < torch.inf), "expected the log-probability of a sequence")
-    a, b = torch.broadcast_tensors(log_cdf.double(), log_p.double())
-    ratio = torch.where(b == -torch.inf, -torch.inf, b - a).clamp(max=700.0)  # log p/F; e^700 is still a number
-    small = ratio + math.log(n) < LINEAR
-    growth = n * torch.log1p(torch.where(small, 0.0, ratio).exp())  # log (1 + p/F)^n
-    share = torch.where(small, ratio + math.log(n), torch.log(-torch.expm1(-growth)))
-    return n * _log_sum(a, b) + share
+    log_F, log_p = torch.broadcast_tensors(log_cdf.double(), log_p.double())
+    # log p/F; e^700 is still a number
+    ratio = torch.where(log_p == -torch.inf, -torch.inf, log_p - log_F).clamp(max=700.0)
+    # log n p/F, instead of log(1 - (1 + p/F)^-n), which has rounding errors for a small p/F
+    linear = ratio + math.log(n)
+    small = linear < LINEAR
+    log_growth = n * torch.log1p(torch.where(small, 0.0, ratio).exp())
+    share = torch.where(small, linear, torch.log(-torch.expm1(-log_growth)))
+    return n * _log_sum(log_F, log_p) + share
 
 
 def vbon_reward(log_cdf: Tensor, log_p: Tensor, n: float, *, bound: bool = False) -> Tensor:
@@ -95,7 +101,9 @@ def vbon_reward(log_cdf: Tensor, log_p: Tensor, n: float, *, bound: bool = False
     density = log_bon_density(log_cdf, log_p, n)
     if not bound:
         return density.clamp(max=0.0) - log_p.double()
-    return torch.zeros_like(density) if n == 1 else (n - 1) * log_cdf.double().expand_as(density)
+    if n == 1:
+        return torch.zeros_like(density)
+    return (n - 1) * log_cdf.double().expand_as(density)
 
 
 def objective(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float) -> Tensor:
@@ -125,8 +133,12 @@ def string_keys(completion_ids: Sequence[Sequence[int]]) -> Tensor:
     Keys are 64 bits of BLAKE2b: their order does not depend on length or content, and the probability of any collision
     among a billion different strings is 3%.
     """
-    digests = [hashlib.blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=8) for ids in completion_ids]
-    return torch.tensor([int.from_bytes(d.digest(), "little", signed=True) for d in digests], dtype=torch.int64)
+    keys = []
+    for ids in completion_ids:
+        data = np.asarray(ids, dtype="<i8").tobytes()
+        digest = hashlib.blake2b(data, digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "little", signed=True))
+    return torch.tensor(keys, dtype=torch.int64)
 
 
 def strict_order(rewards: Tensor, keys: Tensor) -> Tensor:
@@ -147,8 +159,10 @@ def strict_order(rewards: Tensor, keys: Tensor) -> Tensor:
     order = by_key.gather(-1, ecdf.argsort(rewards.gather(-1, by_key)))
     r = rewards.gather(-1, order)
     k = keys.gather(-1, order)
+    # the position rises by 1 where a string differs from the one before
     differs = (r[..., 1:] != r[..., :-1]) | (k[..., 1:] != k[..., :-1])
-    return torch.empty_like(order).scatter_(-1, order, pad(differs.cumsum(-1), (1, 0)))
+    position = pad(differs.cumsum(-1), (1, 0))
+    return torch.empty_like(order).scatter_(-1, order, position)
 
 
 def strict_counts(rewards: Tensor, keys: Tensor, reference: Tensor, reference_keys: Tensor) -> Tensor:
@@ -166,8 +180,9 @@ def strict_counts(rewards: Tensor, keys: Tensor, reference: Tensor, reference_ke
     K = reference.shape[1]
     common = torch.promote_types(rewards.dtype, reference.dtype)
     pooled = torch.cat([rewards.to(common), reference.to(common)], 1)
-    place = strict_order(pooled, torch.cat([keys, reference_keys], 1)).double()
-    return (ecdf.cdf(place[:, M:], place[:, :M], "strict") * K).round().long()
+    position = strict_order(pooled, torch.cat([keys, reference_keys], 1)).double()
+    F = ecdf.cdf(position[:, M:], position[:, :M], "strict")
+    return (F * K).round().long()
 
 
 def log_strict_cdf(
@@ -190,13 +205,19 @@ def log_strict_cdf(
         raise ValueError(f"smoother={smoother!r} is not known; expected None, 'add-half' or 'exponential'.")
     K = reference.shape[-1]
     F = strict_counts(rewards, keys, reference, reference_keys).double() / K
-    log_F = F.log() if smoother is None else add_half(F, K)
-    if smoother == "exponential":
-        reference_F = strict_counts(reference, reference_keys, reference, reference_keys).double() / K
-        for p, r in enumerate(reference):
-            if r[reference_F[p] > 0].unique().numel() > 1:
-                within_reach = torch.maximum(rewards[p : p + 1].to(r), 2 * r.min() - r.max())
-                log_F[p] = fit_exponential([r], [reference_F[p]], None)(within_reach).clamp(min=LEAST)[0]
+    if smoother is None:
+        return F.log()
+    log_F = add_half(F, K)
+    if smoother == "add-half":
+        return log_F
+    reference_F = strict_counts(reference, reference_keys, reference, reference_keys).double() / K
+    for p, r in enumerate(reference):
+        fitted = r[reference_F[p] > 0]
+        if fitted.unique().numel() > 1:
+            curve = fit_exponential([r], [reference_F[p]], None)
+            lowest = 2 * r.min() - r.max()
+            within_reach = torch.maximum(rewards[p : p + 1].to(r), lowest)
+            log_F[p] = curve(within_reach).clamp(min=LEAST)[0]
     return log_F
 
 
@@ -213,7 +234,9 @@ def _estimate(log_pi: Tensor, log_ref: Tensor, log_cdf: Tensor, n: float, *, bou
         shapes = ", ".join(str(tuple(x.shape)) for x in (log_pi, log_ref, log_cdf))
         raise ValueError(f"log_pi, log_ref, log_cdf: expected one shape (P, M >= 1) for all three, got {shapes}.")
     _refuse("log_pi", log_pi, ~log_pi.isfinite(), "expected the log-probability of a sample of the policy")
-    return (vbon_reward(log_cdf, log_ref, n, bound=bound) - (log_pi.double() - log_ref.double())).mean(-1)
+    reward = vbon_reward(log_cdf, log_ref, n, bound=bound)
+    log_ratio = log_pi.double() - log_ref.double()
+    return (reward - log_ratio).mean(-1)
 
 
 def _check_n(n: float) -> None:

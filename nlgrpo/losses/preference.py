@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from nlgrpo.objectives.base import is_number
+from nlgrpo.objectives.base import is_integer, is_number
 
 
 def dpo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
@@ -27,7 +27,8 @@ def dpo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tens
     This is the Bradley-Terry likelihood with the reward beta log(pi / pi_ref). ``beta`` is the weight of the KL penalty
     in the corresponding RL objective. Raises ValueError for shapes that are not all (B,), and for beta <= 0.
     """
-    return softplus(-_positive(beta) * _margin(chosen, rejected, ref_chosen, ref_rejected))
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    return softplus(-_positive(beta) * h)
 
 
 def ipo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
@@ -39,7 +40,9 @@ def ipo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tens
 
     Raises ValueError as `dpo`.
     """
-    return (_margin(chosen, rejected, ref_chosen, ref_rejected) - 1 / (2 * _positive(beta))).square()
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    target = 1 / (2 * _positive(beta))
+    return (h - target).square()
 
 
 def bonbon(
@@ -58,8 +61,9 @@ def bonbon(
     """
     if not (is_number(alpha) and 0 <= alpha <= 1):
         raise ValueError(f"alpha={alpha!r}: expected a number from 0 (margin term only) to 1 (likelihood term only).")
-    pull = (_margin(chosen, rejected, ref_chosen, ref_rejected) - bonbon_margin(n)).square()
-    return alpha * best_of_n_sft(chosen) + (1 - alpha) * pull
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    distance = (h - bonbon_margin(n)).square()
+    return alpha * best_of_n_sft(chosen) + (1 - alpha) * distance
 
 
 def bonbon_margin(n: int) -> float:
@@ -72,7 +76,8 @@ def bonbon_margin(n: int) -> float:
 
     Raises ValueError for n < 2.
     """
-    return (_whole(n, least=2) - 1) * sum(1 / k for k in range(1, n))
+    _check_n(n, least=2)
+    return (n - 1) * sum(1 / k for k in range(1, n))
 
 
 def best_of_n_sft(chosen: Tensor) -> Tensor:
@@ -102,8 +107,9 @@ def pairs(rewards: Tensor, n: int, *, rejected: Literal["worst", "random", "all"
     """
     if rejected not in ("worst", "random", "all"):
         raise ValueError(f"rejected={rejected!r} is not known; expected 'worst', 'random' or 'all'.")
+    _check_n(n, least=2)
     random = np.random.default_rng(seed)
-    sets = _sets(rewards, _whole(n, least=2), random)
+    sets = _sets(rewards, n, random)
     set_rewards = _rewards_of(rewards, sets)
     if rejected == "all":
         return _all_pairs(sets, set_rewards)
@@ -113,18 +119,19 @@ def pairs(rewards: Tensor, n: int, *, rejected: Literal["worst", "random", "all"
     else:
         step = torch.from_numpy(random.integers(1, n, size=best.shape))
         other = (best + step.to(best.device)) % n
-    keep = (set_rewards.gather(-1, other) < set_rewards.gather(-1, best))[..., 0]
-    prompt = keep.nonzero()[:, 0]
-    return Pairs(prompt, sets.gather(-1, best)[..., 0][keep], sets.gather(-1, other)[..., 0][keep])
+    keep = set_rewards.gather(-1, other) < set_rewards.gather(-1, best)
+    chosen = sets.gather(-1, best)[keep]
+    other_samples = sets.gather(-1, other)[keep]
+    return Pairs(keep.nonzero()[:, 0], chosen, other_samples)
 
 
 def _all_pairs(sets: Tensor, rewards: Tensor) -> Pairs:
     """Pair every two samples with different rewards of each set (P, sets, n)."""
-    one, other = torch.combinations(torch.arange(sets.shape[-1], device=sets.device)).unbind(1)
-    better = rewards[..., one] > rewards[..., other]
-    chosen = torch.where(better, sets[..., one], sets[..., other])
-    rejected = torch.where(better, sets[..., other], sets[..., one])
-    keep = rewards[..., one] != rewards[..., other]
+    first, second = torch.combinations(torch.arange(sets.shape[-1], device=sets.device)).unbind(1)
+    first_is_better = rewards[..., first] > rewards[..., second]
+    chosen = torch.where(first_is_better, sets[..., first], sets[..., second])
+    rejected = torch.where(first_is_better, sets[..., second], sets[..., first])
+    keep = rewards[..., first] != rewards[..., second]
     return Pairs(keep.nonzero()[:, 0], chosen[keep], rejected[keep])
 
 
@@ -133,7 +140,8 @@ def winners(rewards: Tensor, n: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
     The sets are those of `pairs` with the same seed; n = 1 returns every sample. Raises ValueError as `pairs`.
     """
-    sets = _sets(rewards, _whole(n, least=1), np.random.default_rng(seed))
+    _check_n(n, least=1)
+    sets = _sets(rewards, n, np.random.default_rng(seed))
     best = _rewards_of(rewards, sets).argmax(-1, keepdim=True)
     prompt = torch.arange(len(rewards), device=rewards.device)[:, None].expand(sets.shape[:2])
     return prompt.reshape(-1), sets.gather(-1, best).reshape(-1)
@@ -146,9 +154,11 @@ def _sets(rewards: Tensor, n: int, random: np.random.Generator) -> Tensor:
     if rewards.isnan().any():
         prompt, sample = rewards.isnan().nonzero()[0].tolist()
         raise ValueError(f"rewards[{prompt}, {sample}] is NaN; drop the prompt, or score it again first.")
-    (P, K), count = rewards.shape, rewards.shape[1] // n
-    shuffled = torch.from_numpy(random.permuted(np.tile(np.arange(K), (P, 1)), axis=1))
-    return shuffled[:, : count * n].reshape(P, count, n).to(rewards.device)
+    P, K = rewards.shape
+    sets = K // n
+    samples = np.tile(np.arange(K), (P, 1))
+    shuffled = torch.from_numpy(random.permuted(samples, axis=1))
+    return shuffled[:, : sets * n].reshape(P, sets, n).to(rewards.device)
 
 
 def _rewards_of(rewards: Tensor, sets: Tensor) -> Tensor:
@@ -168,7 +178,6 @@ def _positive(beta: float) -> float:
     return beta
 
 
-def _whole(n: int, *, least: int) -> int:
-    if not isinstance(n, int) or isinstance(n, bool) or n < least:
+def _check_n(n: int, least: int) -> None:
+    if not is_integer(n, least):
         raise ValueError(f"n={n!r}: expected an integer >= {least}, the number of samples to choose from.")
-    return n

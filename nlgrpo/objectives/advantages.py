@@ -17,6 +17,15 @@ def centre(linear: Tensor) -> Tensor:
     return torch.where(equal, 0.0, linear - linear.mean(-1, keepdim=True))
 
 
+def centre_subsets(linear: Tensor, n: int) -> Tensor:
+    """Return M / (M - n) times `centre`, for means over the subsets of ``n`` of a group's M > n samples.
+
+    The factor corrects for the mean of the group, which contains n/M of each sample's own contribution.
+    """
+    M = linear.shape[1]
+    return M / (M - n) * centre(linear)
+
+
 def subtract_baseline(linear: Tensor, baseline: Baseline) -> Tensor:
     """Subtract a baseline from linearised rewards (P, M).
 
@@ -27,8 +36,11 @@ def subtract_baseline(linear: Tensor, baseline: Baseline) -> Tensor:
         raise ValueError(f"baseline={baseline!r} is not known; expected 'mean', 'loo' or 'none'.")
     if baseline == "none":
         return linear
+    centred = centre(linear)
     M = linear.shape[1]
-    return centre(linear) * (M / (M - 1) if baseline == "loo" and M > 1 else 1)
+    if baseline == "loo" and M > 1:
+        return centred * (M / (M - 1))
+    return centred
 
 
 def advantages(
@@ -100,6 +112,7 @@ def effective_sample_size(advantages: Tensor) -> Tensor:
     M if all |A_j| are equal, 1 if only one is not 0, 0 for a group of zeros.
     """
     size = advantages.abs()
-    size = size / size.amax(-1, keepdim=True).clamp(min=torch.finfo(size.dtype).tiny)  # small squares would underflow
+    # small squares would underflow
+    size = size / size.amax(-1, keepdim=True).clamp(min=torch.finfo(size.dtype).tiny)
     squares = size.square().sum(-1)
     return torch.where(squares == 0, 0.0, size.sum(-1).square() / squares).mean()

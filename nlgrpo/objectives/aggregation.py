@@ -131,10 +131,16 @@ class SmoothMin(Aggregate):
     def _exponents(self, values: Tensor) -> Tensor:
         """Return log w_i - gamma R_i, with -inf for ignored rewards."""
         there = ~values.isnan()
-        weights = torch.ones_like(values[:1]) if self.weights is None else _column(self.weights, values)
-        total = 1.0 if self.weights is None else weights.sum(0)
-        shares = weights * (total / (weights * there).sum(0))  # those that are left share the weight of all
-        return torch.where(there & (weights > 0), shares.log() - self.gamma * values, -torch.inf)
+        if self.weights is None:
+            weights = torch.ones_like(values[:1])
+            total = torch.ones_like(values[0])
+        else:
+            weights = _column(self.weights, values)
+            total = weights.sum(0)
+        # those that are left share the weight of all
+        shares = weights * (total / (weights * there).sum(0))
+        exponents = shares.log() - self.gamma * values
+        return torch.where(there & (weights > 0), exponents, -torch.inf)
 
     def _value(self, values: Tensor) -> Tensor:
         total = self._exponents(values).logsumexp(0)
@@ -171,7 +177,8 @@ def moving_average(before: Sequence[float], values: Tensor, memory: float) -> Te
     """Return memory * before + (1 - memory) * values, (m,). NaN in either is ignored."""
     old = values.new_tensor(before) if before else torch.full_like(values, torch.nan)
     moved = memory * old + (1 - memory) * values
-    return torch.where(old.isnan(), values, torch.where(values.isnan(), old, moved))
+    moved = torch.where(values.isnan(), old, moved)
+    return torch.where(old.isnan(), values, moved)
 
 
 def combine(linear: Tensor, gradient: Tensor) -> Tensor:
@@ -203,7 +210,8 @@ def sum_of_applicable(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 def _column(weights: Sequence[float], values: Tensor) -> Tensor:
     """Return the weights as (m,), (m, 1) or (m, 1, 1), to broadcast over ``values``."""
     column = torch.tensor(weights, dtype=values.dtype, device=values.device)
-    return column.view(-1, *[1] * (values.ndim - 1))
+    others = [1] * (values.ndim - 1)
+    return column.view(-1, *others)
 
 
 def _check_shares(aggregate: Min | SmoothMin, weights: Sequence[float] | None) -> None:

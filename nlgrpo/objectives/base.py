@@ -121,9 +121,9 @@ class Objective(ABC):
         rewards, _ = self._checked(rewards, None)
         if weights.shape != rewards.shape[:2]:
             raise ValueError(f"expected weights {tuple(rewards.shape[:2])}, got {tuple(weights.shape)}.")
-        if not (weights.isfinite() & (weights >= 0)).all():
-            bad = first(~(weights.isfinite() & (weights >= 0)))
-            raise ValueError(f"the importance weight of {bad} is not a finite number >= 0.")
+        bad = ~(weights.isfinite() & (weights >= 0))
+        if bad.any():
+            raise ValueError(f"the importance weight of {first(bad)} is not a finite number >= 0.")
         return rewards, weights.detach().to(rewards)
 
     def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +136,9 @@ class Objective(ABC):
                 f"reward of {first(rewards.isnan())} is NaN; "
                 "groups with missing rewards go through linearize_present and value_present."
             )
-        return rewards, None if probs is None else masses(probs, rewards)
+        if probs is None:
+            return rewards, None
+        return rewards, masses(probs, rewards)
 
     def __str__(self) -> str:
         return self.name
@@ -145,6 +147,16 @@ class Objective(ABC):
 def is_number(x: object) -> bool:
     """Whether ``x`` is a finite int or float, but not a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def is_integer(x: object, least: float = -math.inf) -> bool:
+    """Whether ``x`` is an int of at least ``least``, but not a bool."""
+    return isinstance(x, int) and not isinstance(x, bool) and x >= least
+
+
+def estimator_suffix(estimator: str) -> str:
+    """Return what the estimator adds to the name of an objective: ":unbiased", or nothing for "plugin"."""
+    return ":unbiased" if estimator == "unbiased" else ""
 
 
 def first(bad: Tensor) -> str:
@@ -159,7 +171,8 @@ def masses(probs: Tensor, atoms: Tensor) -> Tensor:
         raise ValueError(f"expected probs {tuple(atoms.shape)} or {tuple(atoms.shape[1:])}, got {tuple(probs.shape)}.")
     probs = probs.detach().to(atoms).expand_as(atoms)
     total = probs.sum(-1)
-    if not ((probs >= 0).all() and ((total - 1).abs() <= 1e-4).all()):
+    sums_to_1 = ((total - 1).abs() <= 1e-4).all()
+    if not ((probs >= 0).all() and sums_to_1):
         raise ValueError(
             f"probs of a group must be >= 0 and sum to 1; the smallest is {probs.min():g}, sums {total.tolist()[:4]}."
         )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nlgrpo.kernels import reference
-from nlgrpo.objectives.advantages import Baseline, centre
-from nlgrpo.objectives.base import Objective, is_number, masses
+from nlgrpo.objectives.advantages import Baseline, centre_subsets
+from nlgrpo.objectives.base import Objective, is_integer, is_number, masses
 from nlgrpo.objectives.reweighted import Subsets
 
 DEFAULT_EPS = 1e-3
@@ -72,7 +72,7 @@ class Diversity(Objective):
             raise ValueError(
                 f"{self}: all samples of a group of {M} have the same advantage; expected M >= {self.fewest}."
             )
-        return M / (M - self.order) * centre(linear)
+        return centre_subsets(linear, self.order)
 
     def contributions(self, kernel: Tensor) -> Tensor:
         """Return the mean of h over the subsets that contain each sample, (P, M). The mean over samples is R."""
@@ -80,7 +80,8 @@ class Diversity(Objective):
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         linear = self._linearize(rewards, probs)
-        return (linear.mean(-1) if probs is None else (probs * linear).sum(-1)) / self.order
+        expected = linear.mean(-1) if probs is None else (probs * linear).sum(-1)
+        return expected / self.order
 
     def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         kernel = rewards
@@ -122,10 +123,10 @@ class RaoDiversity(Diversity):
 
     def _means(self, kernel: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         M = kernel.shape[1]
-        pairs = (weights[:, :, None] * weights[:, None, :]).masked_fill(
-            torch.eye(M, dtype=torch.bool, device=weights.device), 0.0
-        )
-        return -(pairs * kernel).sum((1, 2)) / (M * (M - 1)), pairs.sum((1, 2)) / (M * (M - 1))
+        itself = torch.eye(M, dtype=torch.bool, device=weights.device)
+        pairs = (weights[:, :, None] * weights[:, None, :]).masked_fill(itself, 0.0)
+        count = M * (M - 1)
+        return -(pairs * kernel).sum((1, 2)) / count, pairs.sum((1, 2)) / count
 
 
 @dataclass(frozen=True)
@@ -152,18 +153,18 @@ class DPPDiversity(Diversity):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.n) or self.n < 2:
+        if not is_integer(self.n, 2):
             raise ValueError(f"DPPDiversity(n={self.n!r}): expected an integer >= 2, the responses compared at a time.")
         if not (is_number(self.eps) and self.eps > 0):
             raise ValueError(f"DPPDiversity(eps={self.eps!r}): expected a finite number > 0, in units of the kernel.")
-        if not _is_integer(self.subsets) or self.subsets < 1:
+        if not is_integer(self.subsets, 1):
             raise ValueError(f"DPPDiversity(subsets={self.subsets!r}): expected an integer >= 1.")
-        if not _is_integer(self.seed):
+        if not is_integer(self.seed):
             raise ValueError(f"DPPDiversity(seed={self.seed!r}): expected an integer.")
 
     @property
     def name(self) -> str:
-        return f"dpp:{self.n}" + (f":{self.eps!r}" if self.eps != DEFAULT_EPS else "")
+        return f"dpp:{self.n}" if self.eps == DEFAULT_EPS else f"dpp:{self.n}:{self.eps!r}"
 
     @property
     def order(self) -> int:
@@ -173,16 +174,19 @@ class DPPDiversity(Diversity):
         M = rewards.shape[1]
         if probs is not None:
             return self._of_atoms(rewards, probs)
-        chosen = _subsets(M, self.n, self.subsets, self.seed).to(rewards.device)  # (S, n)
+        # (S, n)
+        chosen = _subsets(M, self.n, self.subsets, self.seed).to(rewards.device)
         volumes = self._log_det(rewards, chosen)
         per_member = volumes[:, :, None].expand(-1, -1, self.n).flatten(1)
         total = torch.zeros_like(rewards[:, 0]).index_add(1, chosen.flatten(), per_member)
-        return total * (M / len(chosen))  # n / (number of subsets that contain a sample, S n / M)
+        # n / (number of subsets that contain a sample, S n / M)
+        return total * (M / len(chosen))
 
     def _means(self, kernel: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         chosen = _subsets(kernel.shape[1], self.n, self.subsets, self.seed).to(kernel.device)
         products = weights[:, chosen].prod(-1)
-        return (products * self._log_det(kernel, chosen)).mean(-1), products.mean(-1)
+        volumes = self._log_det(kernel, chosen)
+        return (products * volumes).mean(-1), products.mean(-1)
 
     def _of_atoms(self, kernel: Tensor, probs: Tensor) -> Tensor:
         """Return n times the sum of probability times log det over all y_2 .. y_n."""
@@ -190,13 +194,14 @@ class DPPDiversity(Diversity):
         others = self.n - 1
         if M * math.comb(M + others - 1, others) > MOST_MULTISETS:
             raise ValueError(f"{self} over {M} atoms with probs: too many to enumerate; use samples without probs.")
-        multisets = torch.tensor(list(itertools.combinations_with_replacement(range(M), others)), device=kernel.device)
-        orders = torch.tensor([_orders(row) for row in multisets.tolist()]).to(kernel)
-        chance = orders * probs[:, multisets].prod(-1)  # (P, S)
-        tuples = torch.cat(
-            (torch.arange(M, device=kernel.device).repeat_interleave(len(multisets))[:, None], multisets.repeat(M, 1)),
-            dim=1,
-        )
+        # all (y_2, .., y_n) without their order, (S, n - 1), and their probabilities (P, S)
+        rows = list(itertools.combinations_with_replacement(range(M), others))
+        multisets = torch.tensor(rows, device=kernel.device)
+        orders = torch.tensor([_orders(row) for row in rows]).to(kernel)
+        chance = orders * probs[:, multisets].prod(-1)
+        # each y_1 with each of them, (M S, n)
+        first = torch.arange(M, device=kernel.device).repeat_interleave(len(rows))
+        tuples = torch.cat((first[:, None], multisets.repeat(M, 1)), 1)
         volumes = self._log_det(kernel, tuples).view(len(kernel), M, -1)
         return self.n * (volumes * chance[:, None]).sum(-1)
 
@@ -239,16 +244,15 @@ def _subsets(M: int, n: int, most: int, seed: int) -> Tensor:
     if math.comb(M, n) <= most:
         return torch.tensor(list(itertools.combinations(range(M), n)))
     generator = torch.Generator().manual_seed(seed)
-    orders = torch.stack([torch.randperm(M, generator=generator) for _ in range(-(-most // M))])
+    rounds = math.ceil(most / M)
+    orders = torch.stack([torch.randperm(M, generator=generator) for _ in range(rounds)])
     circle = torch.cat((orders, orders[:, : n - 1]), dim=1)
     return circle.unfold(1, n, 1).flatten(0, 1)
 
 
-def _orders(multiset: list[int]) -> int:
+def _orders(multiset: tuple[int, ...]) -> int:
     """Number of sequences with these members."""
-    counts = [multiset.count(member) for member in set(multiset)]
-    return math.factorial(len(multiset)) // math.prod(map(math.factorial, counts))
-
-
-def _is_integer(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    orders = math.factorial(len(multiset))
+    for member in set(multiset):
+        orders //= math.factorial(multiset.count(member))
+    return orders

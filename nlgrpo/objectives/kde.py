@@ -41,9 +41,8 @@ class Smoothed(Objective):
     bandwidth: float | Literal["silverman"] = "silverman"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.objective, RankBased) or (
-            isinstance(self.objective, OfN) and self.objective.estimator == "unbiased"
-        ):
+        unbiased = isinstance(self.objective, OfN) and self.objective.estimator == "unbiased"
+        if unbiased or not isinstance(self.objective, RankBased):
             raise ValueError(
                 f"Smoothed(objective={self.objective}): expected a rank-based objective with the plug-in estimator, "
                 'such as "mean", "bon:4" or "cvar:0.1".'
@@ -56,7 +55,8 @@ class Smoothed(Objective):
 
     @property
     def name(self) -> str:
-        return f"{self.objective.name}:kde" + (f":{self.bandwidth!r}" if self.bandwidth != "silverman" else "")
+        name = f"{self.objective.name}:kde"
+        return name if self.bandwidth == "silverman" else f"{name}:{self.bandwidth!r}"
 
     def _linearize(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if probs is not None:
@@ -65,15 +65,17 @@ class Smoothed(Objective):
         parts = widths * self._over_nodes(self.objective._f(cdf))
         above = running_sums(torch.nn.functional.pad(parts, (0, 1)).flip(-1)).flip(-1)
         from_each = above.gather(-1, torch.searchsorted(borders, rewards))
-        return from_each.gather(-1, rewards.argmax(-1, keepdim=True)) - from_each
+        best = rewards.argmax(-1, keepdim=True)
+        return from_each.gather(-1, best) - from_each
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if probs is not None:
             return self.objective.value(rewards, probs)
         borders, widths, cdf = self._intervals(rewards)
+        # F(1), and the integral of F(1) - F(C_h)
         end = self.objective._integral(torch.ones_like(borders[:, -1:]))[:, 0]
-        spread = (widths * self._over_nodes(end[:, None, None] - self.objective._integral(cdf))).sum(-1)
-        return end * borders[:, 0] + spread
+        rest = end[:, None, None] - self.objective._integral(cdf)
+        return end * borders[:, 0] + (widths * self._over_nodes(rest)).sum(-1)
 
     def _with_weights(self, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{self}: the kernel smoother takes no importance weights; use {self.objective} instead.")
@@ -94,9 +96,10 @@ class Smoothed(Objective):
         borders = (rewards[:, :, None] + h[:, :, None] * steps).flatten(1).sort(dim=-1).values
         widths = borders.diff(dim=-1)
         nodes = torch.from_numpy(np.polynomial.legendre.leggauss(NODES)[0]).to(rewards)
-        at = borders[:, :-1, None] + widths[:, :, None] * (nodes + 1) / 2
-        scaled = (at[..., None] - rewards[:, None, None, :]) / h.clamp(min=torch.finfo(h.dtype).tiny)[:, :, None, None]
-        return borders, widths, torch.special.ndtr(scaled).mean(-1)
+        r = borders[:, :-1, None] + widths[:, :, None] * (nodes + 1) / 2
+        distance = r[..., None] - rewards[:, None, None, :]
+        positive_h = h.clamp(min=torch.finfo(h.dtype).tiny)[:, :, None, None]
+        return borders, widths, torch.special.ndtr(distance / positive_h).mean(-1)
 
     @staticmethod
     def _over_nodes(values: Tensor) -> Tensor:
@@ -112,7 +115,8 @@ class Smoothed(Objective):
         if M == 1:
             return torch.zeros_like(rewards)
         std = rewards.std(-1, keepdim=True)
-        low, high = rewards.quantile(torch.tensor([0.25, 0.75], dtype=rewards.dtype, device=rewards.device), dim=-1)
+        quarters = torch.tensor([0.25, 0.75], dtype=rewards.dtype, device=rewards.device)
+        low, high = rewards.quantile(quarters, dim=-1)
         between = ((high - low) / 1.34)[:, None]
         least = torch.where(between > 0, torch.minimum(std, between), std)
         equal = (rewards == rewards[:, :1]).all(-1, keepdim=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nlgrpo.kernels import reference
 from nlgrpo.objectives import reweighted
-from nlgrpo.objectives.advantages import Baseline, centre
-from nlgrpo.objectives.base import Objective, first, masses
+from nlgrpo.objectives.advantages import Baseline, centre_subsets
+from nlgrpo.objectives.base import Objective, estimator_suffix, first, is_integer, masses
 from nlgrpo.objectives.reweighted import Subsets
 
 MOST_VOTES = 128  # n! and C(M, n) stay within float64
@@ -61,14 +61,14 @@ class MajorityVote(Objective):
     voted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n, int) or isinstance(self.n, bool) or not 1 <= self.n <= MOST_VOTES:
+        if not is_integer(self.n, 1) or self.n > MOST_VOTES:
             raise ValueError(f"MajorityVote(n={self.n!r}): expected an integer in [1, {MOST_VOTES}], the votes.")
         if self.estimator not in ("plugin", "unbiased"):
             raise ValueError(f"MajorityVote(estimator={self.estimator!r}): expected 'plugin' or 'unbiased'.")
 
     @property
     def name(self) -> str:
-        return f"maj:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
+        return f"maj:{self.n}{estimator_suffix(self.estimator)}"
 
     @property
     def fewest(self) -> int:
@@ -79,7 +79,7 @@ class MajorityVote(Objective):
             return None
 
         def means(weights: Tensor) -> tuple[Tensor, Tensor]:
-            ones = reweighted.best_of_subsets(rewards[..., 0], weights, self.n)[1]
+            _, ones = reweighted.best_of_subsets(rewards[..., 0], weights, self.n)
             return self._expected(rewards, weights, False), ones
 
         return Subsets(self.n, means)
@@ -91,7 +91,7 @@ class MajorityVote(Objective):
         M = linear.shape[1]
         if self.n >= M:
             raise ValueError(f"{self}: all samples of a group of {M} have the same advantage; expected M > {self.n}.")
-        return M / (M - self.n) * centre(linear)
+        return centre_subsets(linear, self.n)
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         with torch.no_grad():
@@ -105,8 +105,10 @@ class MajorityVote(Objective):
             weights = self._weights(rewards, probs).clone().requires_grad_()
             value = self._expected(rewards.clone(), weights, replaced)
             (slopes,) = torch.autograd.grad(value.sum(), weights)
-        # Without replacement, the slope is the mean over all subsets, of which n / M contain a sample.
-        return (slopes if replaced else slopes * M).to(rewards)
+        if not replaced:
+            # the slope is the mean over all subsets, of which n / M contain a sample
+            slopes = slopes * M
+        return slopes.to(rewards)
 
     def _replaced(self, rewards: Tensor, probs: Tensor | None) -> bool:
         """Whether the votes are drawn with replacement. Raises ValueError if there are too few samples to choose."""
@@ -121,38 +123,42 @@ class MajorityVote(Objective):
         """Probabilities of the atoms; 1 each where the votes are drawn without replacement."""
         if probs is not None:
             return probs.double()
-        same = torch.ones_like(rewards[..., 0], dtype=torch.float64)
-        return same / rewards.shape[1] if self.estimator == "plugin" else same
+        ones = torch.ones_like(rewards[..., 0], dtype=torch.float64)
+        if self.estimator == "plugin":
+            return ones / rewards.shape[1]
+        return ones
 
     def _expected(self, rewards: Tensor, weights: Tensor, replaced: bool) -> Tensor:
         """Expected reward of the chosen response, (P,), a polynomial in the weights (P, M)."""
+        values = rewards[..., 0].double()
         member, silent = _membership(rewards[..., 1])
-        votes = (_with_replacement if replaced else _without_replacement)(
-            weights, rewards[..., 0].double(), member, self.n
-        )
-        of_silent = silent.double()[:, :, None]
-        none = (_with_replacement if replaced else _without_replacement)(
-            weights, rewards[..., 0].double(), of_silent, self.n
-        )
+        draw = _with_replacement if replaced else _without_replacement
+        votes = draw(weights, values, member, self.n)
+        none = draw(weights, values, silent.double()[:, :, None], self.n)
+        # all are silent: the first response, whose reward is the mean of the n
         total = none.rewards[:, 0, self.n] / self.n
         for k in range(1, self.n + 1):
             total = total + _won_with(k, votes, none.counts[:, 0], self.n)
-        orders = float(math.factorial(self.n)) if replaced else 1 / math.comb(rewards.shape[1], self.n)
-        return total * orders
+        if replaced:
+            return total * float(math.factorial(self.n))
+        return total * (1 / math.comb(rewards.shape[1], self.n))
 
     def _checked(self, rewards: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if rewards.ndim != 3 or rewards.shape[2] != 2 or rewards.shape[1] == 0:
             raise ValueError(f"{self}: expected rewards and answers (P, M, 2) with M >= 1, got {tuple(rewards.shape)}.")
         rewards = reference.widen(rewards.detach())
         values, answers = rewards.unbind(-1)
-        for bad, expected in (
-            (~values.isfinite(), "a finite reward"),
-            ((answers != answers.round()) | ~(answers >= -1) | ~answers.isfinite(), "an answer's number >= -1"),
-        ):
-            if bad.any():
-                group, sample = bad.nonzero()[0].tolist()
-                raise ValueError(f"{self}: {first(bad)} is {rewards[group, sample].tolist()}; expected {expected}.")
-        return rewards, None if probs is None else masses(probs, values)
+        numbers = answers.isfinite() & (answers == answers.round()) & (answers >= -1)
+        self._refuse(~values.isfinite(), rewards, "a finite reward")
+        self._refuse(~numbers, rewards, "an answer's number >= -1")
+        if probs is None:
+            return rewards, None
+        return rewards, masses(probs, values)
+
+    def _refuse(self, bad: Tensor, rewards: Tensor, expected: str) -> None:
+        if bad.any():
+            group, sample = bad.nonzero()[0].tolist()
+            raise ValueError(f"{self}: {first(bad)} is {rewards[group, sample].tolist()}; expected {expected}.")
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,8 @@ def _membership(answers: Tensor) -> tuple[Tensor, Tensor]:
     """Return which atom has which answer, (P, M, K) float64, and which has none, (P, M)."""
     silent = answers < 0
     same = answers[:, :, None] == answers[:, None, :]
-    leader = same.double().argmax(-1)  # the first atom with the same answer
+    # the first atom with the same answer
+    leader = same.double().argmax(-1)
     leads = (leader == torch.arange(answers.shape[1], device=answers.device)) & ~silent
     number = (leads.cumsum(-1) - 1).gather(1, leader)
     K = max([1, *leads.sum(-1).tolist()])
@@ -181,12 +188,12 @@ def _membership(answers: Tensor) -> tuple[Tensor, Tensor]:
 
 def _with_replacement(weights: Tensor, rewards: Tensor, member: Tensor, n: int) -> _Votes:
     """q^l / l! for l votes of an answer with probability q: n! [x^n] of their product is a multinomial probability."""
-    share, earned = (torch.einsum("pm,pmk->pk", x, member) for x in (weights, weights * rewards))
+    q = torch.einsum("pm,pmk->pk", weights, member)
+    earned = torch.einsum("pm,pmk->pk", weights * rewards, member)
     powers = torch.arange(n + 1, device=weights.device)
     factorials = torch.tensor([math.factorial(votes) for votes in range(n + 1)], dtype=torch.float64)
-    counts = share[..., None] ** powers / factorials.to(share)
-    later = torch.nn.functional.pad(counts[..., :-1], (1, 0))
-    return _Votes(counts, later * earned[..., None])
+    counts = q[..., None] ** powers / factorials.to(q)
+    return _Votes(counts, _shifted(counts) * earned[..., None])
 
 
 def _without_replacement(weights: Tensor, rewards: Tensor, member: Tensor, n: int) -> _Votes:
@@ -196,32 +203,41 @@ def _without_replacement(weights: Tensor, rewards: Tensor, member: Tensor, n: in
     counts = start.expand(*member.shape[::2], n + 1)
     sums = torch.zeros_like(counts)
     for j in range(weights.shape[1]):
-        weight = (member[:, j] * weights[:, j, None])[..., None]
-        later = torch.nn.functional.pad(counts[..., :-1], (1, 0))
-        sums = sums + weight * (torch.nn.functional.pad(sums[..., :-1], (1, 0)) + later * rewards[:, j, None, None])
-        counts = counts + weight * later
+        w = (member[:, j] * weights[:, j, None])[..., None]
+        r = rewards[:, j, None, None]
+        with_j = _shifted(counts)
+        sums = sums + w * (_shifted(sums) + with_j * r)
+        counts = counts + w * with_j
     return _Votes(counts, sums)
+
+
+def _shifted(polynomial: Tensor, k: int = 1) -> Tensor:
+    """Return x^k times polynomials (.., n + 1), up to x^n."""
+    return torch.nn.functional.pad(polynomial[..., : polynomial.shape[-1] - k], (k, 0))
 
 
 def _won_with(k: int, votes: _Votes, silent: Tensor, n: int) -> Tensor:
     """Weight of the draws in which some answer wins with k votes, times the mean reward of its responses, (P,)."""
     nodes, shares = _quadrature(n // k)
     z = torch.from_numpy(nodes).to(votes.counts)[:, None]
-    product = silent[:, None].expand(-1, len(z), -1)  # (P, Z, n + 1): the answers so far have at most k votes
-    won = torch.zeros_like(product)  # one of them has won
+    # (P, Z, n + 1): the answers so far have at most k votes, and one of them has won
+    product = silent[:, None].expand(-1, len(z), -1)
+    won = torch.zeros_like(product)
     for answer in range(votes.counts.shape[1]):
-        few = torch.cat(
-            [votes.counts[:, answer, None, :k].expand(-1, len(z), -1), z * votes.counts[:, answer, None, k : k + 1]], -1
-        )
-        mean = votes.rewards[:, answer, k, None, None] / k
-        won = _times(won, few) + torch.nn.functional.pad(product[..., : n + 1 - k], (k, 0)) * mean
-        product = _times(product, few)
+        counts = votes.counts[:, answer, None]
+        fewer = counts[..., :k].expand(-1, len(z), -1)
+        tied = z * counts[..., k : k + 1]
+        loses = torch.cat((fewer, tied), -1)
+        mean_reward = votes.rewards[:, answer, k, None, None] / k
+        won = _times(won, loses) + _shifted(product, k) * mean_reward
+        product = _times(product, loses)
     return (won[..., n] * torch.from_numpy(shares).to(won)).sum(-1)
 
 
 def _times(long: Tensor, short: Tensor) -> Tensor:
     """Product of polynomials (P, Z, n + 1) and (P, Z, k + 1), up to x^n."""
-    windows = torch.nn.functional.pad(long, (short.shape[-1] - 1, 0)).unfold(-1, short.shape[-1], 1)
+    size = short.shape[-1]
+    windows = torch.nn.functional.pad(long, (size - 1, 0)).unfold(-1, size, 1)
     return (windows * short.flip(-1)[..., None, :]).sum(-1)
 
 

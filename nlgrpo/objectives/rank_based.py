@@ -18,8 +18,8 @@ from nlgrpo import kernels
 from nlgrpo.kernels import reference
 from nlgrpo.kernels.reference import running_sums
 from nlgrpo.objectives import reweighted
-from nlgrpo.objectives.advantages import Baseline, centre
-from nlgrpo.objectives.base import Objective, is_number
+from nlgrpo.objectives.advantages import Baseline, centre_subsets
+from nlgrpo.objectives.base import Objective, estimator_suffix, is_integer, is_number
 from nlgrpo.objectives.reweighted import Subsets
 
 
@@ -73,7 +73,8 @@ class RankBased(Objective):
         else:
             cdf = torch.nn.functional.pad(_cdf(probs.gather(-1, order)), (1, 0))
         chosen = self._masses(cdf).to(rewards)
-        return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)  # infinite rewards of mass 0 count 0
+        # infinite rewards of mass 0 count 0
+        return torch.where(chosen == 0, 0.0, chosen * ordered).sum(-1)
 
     def _uncentred(self, rewards: Tensor, probs: Tensor | None = None) -> Tensor:
         """Return f(1) r_max - int_{r(y)}^{r_max} f(C(r)) dr, which is the reward itself for f = 1."""
@@ -122,7 +123,7 @@ class OfN(RankBased):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:
+        if not is_integer(self.n, 1):
             raise ValueError(f"{name}(n={self.n!r}): expected an integer >= 1, the number of samples to choose from.")
         if self.estimator not in ("plugin", "unbiased"):
             raise ValueError(f"{name}(estimator={self.estimator!r}): expected 'plugin' or 'unbiased'.")
@@ -166,14 +167,17 @@ class OfN(RankBased):
         if self.estimator == "plugin" or baseline not in ("mean", "loo") or M < 2:
             return super().advantage(rewards, baseline)
         linear = self.linearize(rewards)
-        return self._of_all(rewards.detach().to(linear)) if self.n == M else M / (M - self.n) * centre(linear)
+        if self.n == M:
+            return self._of_all(rewards.detach().to(linear))
+        return centre_subsets(linear, self.n)
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if self.estimator == "plugin" or probs is not None:
             return super()._value(rewards, probs)
         self._check_samples(rewards.shape[1])
         shares = self.shares(rewards.shape[1]).to(rewards)
-        return torch.where(shares == 0, 0.0, shares * rewards.sort(dim=-1).values).sum(-1)
+        ordered = rewards.sort(dim=-1).values
+        return torch.where(shares == 0, 0.0, shares * ordered).sum(-1)
 
     def _check_samples(self, M: int) -> None:
         if self.n > M:
@@ -194,7 +198,7 @@ class BestOfN(OfN):
 
     @property
     def name(self) -> str:
-        return f"bon:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
+        return f"bon:{self.n}{estimator_suffix(self.estimator)}"
 
     def _f(self, z: Tensor) -> Tensor:
         return self.n * z ** (self.n - 1)
@@ -206,9 +210,12 @@ class BestOfN(OfN):
         return order_weights(M, self.n)
 
     def _of_all(self, rewards: Tensor) -> Tensor:
-        best, where = rewards.topk(2, dim=-1)
-        lead = torch.where(best[:, :1] == best[:, 1:], 0.0, best[:, :1] - best[:, 1:])
-        return torch.zeros_like(rewards).scatter(-1, where[:, :1], self.n * lead)
+        values, places = rewards.topk(2, dim=-1)
+        best = values[:, :1]
+        second = values[:, 1:]
+        # 0 also for two infinite rewards
+        lead = torch.where(best == second, 0.0, best - second)
+        return torch.zeros_like(rewards).scatter(-1, places[:, :1], self.n * lead)
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ class WorstOfN(OfN):
 
     @property
     def name(self) -> str:
-        return f"wor:{self.n}" + ":unbiased" * (self.estimator == "unbiased")
+        return f"wor:{self.n}{estimator_suffix(self.estimator)}"
 
     def _f(self, z: Tensor) -> Tensor:
         return self.n * (1 - z) ** (self.n - 1)
@@ -237,7 +244,8 @@ class WorstOfN(OfN):
         return order_weights(M, self.n).flip(0)
 
     def _gap_shares(self, M: int) -> Tensor:
-        mirrored = order_weights(M, self.n)[:-1].flip(0)  # the k-th gap from below of r is the k-th from above of -r
+        # the k-th gap from below of r is the k-th from above of -r
+        mirrored = order_weights(M, self.n)[:-1].flip(0)
         return torch.nn.functional.pad(mirrored, (0, 1))
 
     def _of_all(self, rewards: Tensor) -> Tensor:
@@ -277,7 +285,8 @@ class BestOfPoisson(RankBased):
         return self.rate * (self.rate * (z - 1)).exp()
 
     def _integral(self, z: Tensor) -> Tensor:
-        return (self.rate * (z - 1)).exp() - torch.exp(torch.tensor(-self.rate, dtype=torch.float64)).to(z)
+        chance_of_none = torch.exp(torch.tensor(-self.rate, dtype=torch.float64)).to(z)
+        return (self.rate * (z - 1)).exp() - chance_of_none
 
 
 @dataclass(frozen=True)
@@ -363,21 +372,25 @@ class Distortion(RankBased):
 
     @property
     def jumps(self) -> tuple[float, ...]:
-        table = () if callable(self.f) else self.f
-        return tuple(k / len(table) for k in range(1, len(table)) if table[k - 1] != table[k])
+        if callable(self.f):
+            return ()
+        K = len(self.f)
+        return tuple(k / K for k in range(1, K) if self.f[k - 1] != self.f[k])
 
     def _f(self, z: Tensor) -> Tensor:
         if not callable(self.f):
             table = torch.tensor(self.f, dtype=z.dtype, device=z.device)
             rounding = 4 * torch.finfo(z.dtype).eps
-            step = ((z - rounding) * len(table)).ceil().long()  # z = k/K belongs to step k despite rounding
+            # z = k/K belongs to step k despite rounding
+            step = ((z - rounding) * len(table)).ceil().long()
             return table[(step - 1).clamp(0, len(table) - 1)]
         with torch.no_grad():
             values = self.f(z)
         if not isinstance(values, Tensor) or values.shape != z.shape or not values.isfinite().all():
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
-                f"Distortion: f of a tensor {tuple(z.shape)} in [0, 1] must be a finite tensor of that shape, got "
-                f"{tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__}."
+                f"Distortion: f of a tensor {tuple(z.shape)} in [0, 1] must be a finite tensor of that shape, "
+                f"got {got}."
             )
         return values.to(z)
 
@@ -386,17 +399,21 @@ class Distortion(RankBased):
 
     def _masses(self, cdf: Tensor) -> Tensor:
         if not callable(self.f):
+            # F at 0, 1/K, .., 1, and linear between
             K = len(self.f)
-            steps = torch.tensor((0.0, *np.cumsum(self.f)), dtype=cdf.dtype, device=cdf.device) / K
-            low = (cdf * K).floor().clamp(max=K - 1)
-            share = cdf * K - low
-            low = low.long()
-            return (steps[low] + share * (steps[low + 1] - steps[low])).diff(dim=-1)
-        nodes, weights = np.polynomial.legendre.leggauss(32)
+            F = torch.tensor((0.0, *np.cumsum(self.f)), dtype=cdf.dtype, device=cdf.device) / K
+            step = (cdf * K).floor().clamp(max=K - 1)
+            share = cdf * K - step
+            low = F[step.long()]
+            high = F[step.long() + 1]
+            return (low + share * (high - low)).diff(dim=-1)
+        x, w = np.polynomial.legendre.leggauss(32)
+        nodes = torch.from_numpy(x).to(cdf)
+        weights = torch.from_numpy(w).to(cdf)
         begin = cdf[..., :-1, None]
         width = cdf.diff(dim=-1)
-        at = begin + width[..., None] * (torch.from_numpy(nodes).to(cdf) + 1) / 2
-        return width * (self._f(at) * torch.from_numpy(weights).to(cdf)).sum(-1) / 2
+        z = begin + width[..., None] * (nodes + 1) / 2
+        return width * (self._f(z) * weights).sum(-1) / 2
 
 
 def order_weights(n: int, best_of: int) -> Tensor:
@@ -408,16 +425,20 @@ def order_weights(n: int, best_of: int) -> Tensor:
     are negligible. The relative error is about n eps (lgamma: log C(n, N) eps).
     """
     k = torch.arange(n, 1, -1, dtype=torch.float64)
-    ratios = torch.cat([torch.ones(1, dtype=torch.float64), ((k - best_of) / (k - 1)).clamp(min=0)])
-    return (best_of / n * ratios.cumprod(0)).flip(0)
+    first = torch.ones(1, dtype=torch.float64)
+    ratios = ((k - best_of) / (k - 1)).clamp(min=0)
+    from_the_top = best_of / n * torch.cat((first, ratios)).cumprod(0)
+    return from_the_top.flip(0)
 
 
 def _best_of_others(rewards: Tensor, weights: Tensor) -> Tensor:
     """Largest reward of the other samples with a weight, (P, M); NaN where there is none."""
     weighted = rewards.where(weights > 0, -torch.inf)
-    best, where = torch.nn.functional.pad(weighted, (0, 1), value=-torch.inf).topk(2, dim=-1)
-    own = torch.arange(rewards.shape[1], device=rewards.device) == where[:, :1]
-    others = torch.where(own, best[:, 1:], best[:, :1])
+    # a further sample without weight, so that there are two
+    padded = torch.nn.functional.pad(weighted, (0, 1), value=-torch.inf)
+    values, places = padded.topk(2, dim=-1)
+    is_best = torch.arange(rewards.shape[1], device=rewards.device) == places[:, :1]
+    others = torch.where(is_best, values[:, 1:], values[:, :1])
     return others.masked_fill(others == -torch.inf, torch.nan)
 
 

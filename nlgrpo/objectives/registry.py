@@ -10,7 +10,7 @@ A config names an objective by a string: "mean", "bon:4", "soft:0.1". `parse` re
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "DPPDiversity",
     "Distortion",
     "EntropicRisk",
+    "Form",
     "Functional",
     "MajorityVote",
     "Mean",
@@ -44,7 +45,9 @@ __all__ = [
     "WorstOfN",
     "linearize_present",
     "parse",
+    "parse_name",
     "present",
+    "split_name",
     "value_present",
 ]
 
@@ -84,9 +87,12 @@ def present(objective: Objective, rewards: Tensor) -> Tensor:
 
 def learns_from_one(objective: Objective) -> bool:
     """Whether the linearised reward of a group of one depends on its reward. It does not for soft best-of-N."""
-    atoms = [torch.tensor([[[x, 0.0]] if objective.voted else [x]], dtype=torch.float64) for x in (1.0, 2.0)]
-    one, two = (objective.advantage(atom, "none") for atom in atoms)
-    return not torch.equal(one, two)
+
+    def advantage(reward: float) -> Tensor:
+        atom = [reward, 0.0] if objective.voted else reward
+        return objective.advantage(torch.tensor([[atom]], dtype=torch.float64), "none")
+
+    return not torch.equal(advantage(1.0), advantage(2.0))
 
 
 def value_present(objective: Objective, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -96,7 +102,9 @@ def value_present(objective: Objective, rewards: Tensor, weights: Tensor | None 
     """
 
     def value(rewards: Tensor, weights: Tensor | None) -> Tensor:
-        return objective.value(rewards) if weights is None else objective.reweighted_value(rewards, weights)
+        if weights is None:
+            return objective.value(rewards)
+        return objective.reweighted_value(rewards, weights)
 
     absent = _absent(objective, rewards)
     if not absent.any():
@@ -123,12 +131,56 @@ def per_completion(objective: Objective, rewards: Tensor) -> Tensor:
 
 
 class Form(NamedTuple):
-    """Syntax of an objective's name: "bon:4:unbiased" is the form "bon" with two arguments."""
+    """Syntax of a name: "bon:4:unbiased" is the form "bon" with two arguments."""
 
     text: str
-    make: type[Objective]
-    arguments: tuple[type, ...] = ()  # the type of each
-    needed: int = 0  # arguments that have no default
+    """How it is written, as in "bon:N"."""
+    make: Any
+    """Class or function that takes the arguments."""
+    arguments: tuple[type, ...] = ()
+    """The type of each."""
+    needed: int = 0
+    """Number of arguments that have no default."""
+
+
+def split_name(text: str, forms: Mapping[str, Form], what: str) -> tuple[str, list[str]]:
+    """Split "bon:4:unbiased" into the name of its form, "bon", and its arguments, ["4", "unbiased"].
+
+    ``what`` is named, in errors: "objective". Raises ValueError for a name without a form, suggesting the nearest one.
+    """
+    text = text.strip()
+    name, *arguments = text.split(":")
+    if name in forms:
+        return name, arguments
+    known = ", ".join(form.text for form in forms.values())
+    near = difflib.get_close_matches(name.lower(), forms, cutoff=0.6)
+    # names with swapped letters come first
+    near.sort(key=lambda other: sorted(other) != sorted(name.lower()))
+    hint = f" Did you mean {forms[near[0]].text!r}?" if near else ""
+    raise ValueError(f"{what} {text!r} is not known; expected one of {known}.{hint}")
+
+
+def parse_name(text: str, forms: Mapping[str, Form], what: str) -> Any:
+    """Make what ``text`` names: "bon:4:unbiased" -> make(4, "unbiased") of the form "bon".
+
+    Raises ValueError as `split_name`, for a wrong number or type of arguments, and as the form's ``make``.
+    """
+    text = text.strip()
+    name, given = split_name(text, forms, what)
+    form = forms[name]
+    if given and not form.arguments:
+        raise ValueError(f"{what} {text!r} takes no argument; write {form.text!r}.")
+    numbers = "a number" if form.needed == 1 else "numbers"
+    expected = f"{what} {text!r}: expected {form.text!r} with {numbers}, got {':'.join(given)!r}."
+    if not form.needed <= len(given) <= len(form.arguments):
+        raise ValueError(expected)
+    arguments = []
+    for kind, argument in zip(form.arguments, given, strict=False):
+        try:
+            arguments.append(kind(argument))
+        except ValueError:
+            raise ValueError(expected) from None
+    return form.make(*arguments)
 
 
 FORMS = {
@@ -174,31 +226,13 @@ def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None
     rank_based, smoothed, bandwidth = text.rpartition(":kde")
     if smoothed and (not bandwidth or bandwidth.startswith(":")):
         return _smoothed(text, parse(rank_based, function), bandwidth[1:])
-    name, _, rest = text.partition(":")
-    if name not in FORMS:
-        known = ", ".join(form.text for form in FORMS.values())
-        near = difflib.get_close_matches(name.lower(), FORMS, cutoff=0.6)
-        near.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # names with swapped letters come first
-        hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
-        raise ValueError(f"objective {text!r} is not known; expected one of {known}.{hint}")
+    name, arguments = split_name(text, FORMS, "objective")
     if name == "functional":
-        return _functional(text, rest, function)
-    return _distortion(text, rest, function) if name == "distortion" else _of_form(text, FORMS[name])
-
-
-def _of_form(text: str, form: Form) -> Objective:
-    given = text.split(":")[1:]
-    if given and not form.arguments:
-        raise ValueError(f"objective {text!r} takes no argument; write {form.text!r}.")
-    if not form.needed <= len(given) <= len(form.arguments):
-        raise ValueError(f"objective {text!r}: expected {form.text!r} with a number, got {':'.join(given)!r}.")
-    try:
-        arguments = [kind(argument) for kind, argument in zip(form.arguments, given, strict=False)]
-    except ValueError:
-        raise ValueError(
-            f"objective {text!r}: expected {form.text!r} with a number, got {':'.join(given)!r}."
-        ) from None
-    return form.make(*arguments)
+        return _functional(text, ":".join(arguments), function)
+    if name == "distortion":
+        return _distortion(text, ":".join(arguments), function)
+    objective: Objective = parse_name(text, FORMS, "objective")
+    return objective
 
 
 def _smoothed(text: str, objective: Objective, bandwidth: str) -> Objective:
@@ -243,7 +277,9 @@ def _absent(objective: Objective, rewards: Tensor) -> Tensor:
     """Mask (P, M) of the missing samples."""
     if objective.pairwise and rewards.ndim == 3:
         return rewards.diagonal(dim1=-2, dim2=-1).isnan()
-    return rewards[..., 0].isnan() if objective.voted and rewards.ndim == 3 else rewards.isnan()
+    if objective.voted and rewards.ndim == 3:
+        return rewards[..., 0].isnan()
+    return rewards.isnan()
 
 
 def _picked(objective: Objective, rewards: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -257,5 +293,9 @@ def _by_presence(absent: Tensor, fewest: int) -> list[tuple[Tensor, Tensor]]:
     """Group the rows by their number k >= ``fewest`` of present entries: row indices (p, 1), column indices (p, k)."""
     present_first = absent.to(torch.uint8).argsort(dim=-1, stable=True)
     counts = (~absent).sum(-1)
-    rows_of = {k: (counts == k).nonzero() for k in counts.unique().tolist() if k >= fewest}
-    return [(rows, present_first[rows[:, 0], :k]) for k, rows in rows_of.items()]
+    parts = []
+    for k in counts.unique().tolist():
+        if k >= fewest:
+            rows = (counts == k).nonzero()
+            parts.append((rows, present_first[rows[:, 0], :k]))
+    return parts

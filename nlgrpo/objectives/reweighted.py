@@ -47,33 +47,49 @@ def advantages(subsets: Subsets, weights: Tensor) -> Tensor:
 
     The derivatives of `Subsets.means` are the sums over T, and what remains of them at w_j = 0 those over the others.
     """
-    own, others, level = _split(subsets, weights)
+    parts = _split(subsets, weights)
     few = torch.nan if subsets.few is None else subsets.few(weights)
-    baseline = torch.where(level > 0, others / level.where(level > 0, 1.0), few)
-    own_value, own_weight = own
-    return torch.where(baseline.isnan(), 0.0, own_value - own_weight * baseline)
+    enough = parts.weight_without > 0
+    baseline = torch.where(enough, parts.value_without / parts.weight_without.where(enough, 1.0), few)
+    return torch.where(baseline.isnan(), 0.0, parts.value_with - parts.weight_with * baseline)
 
 
 def uncentred(subsets: Subsets, weights: Tensor) -> Tensor:
     """Return n E_T[prod_T w v(T + j)], the advantages of `advantages` without their baseline."""
-    return _split(subsets, weights)[0][0]
+    return _split(subsets, weights).value_with
 
 
-def _split(subsets: Subsets, weights: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Return n times the means over T, (P, M) each, and the parts of the means over S without sample j, (P, M) each.
+class _Parts(NamedTuple):
+    """Means over subsets, (P, M) each: n times those over T, and the parts of those over S without sample j.
 
-    The last one is exactly 0 where fewer than n others have a weight.
+    ``weight_without`` is exactly 0 where fewer than n others have a weight.
     """
+
+    value_with: Tensor
+    weight_with: Tensor
+    value_without: Tensor
+    weight_without: Tensor
+
+
+def _split(subsets: Subsets, weights: Tensor) -> _Parts:
     with torch.inference_mode(False), torch.enable_grad():
         w = weights.detach().double().clone().requires_grad_()
-        of_values, of_ones = subsets.means(w)
-        (values,) = torch.autograd.grad(of_values.sum(), w, retain_graph=True)
-        (ones,) = torch.autograd.grad(of_ones.sum(), w)
-    w, samples = w.detach(), w.shape[1]
+        value, weight = subsets.means(w)
+        (value_slope,) = torch.autograd.grad(value.sum(), w, retain_graph=True)
+        (weight_slope,) = torch.autograd.grad(weight.sum(), w)
+    w = w.detach()
+    M = w.shape[1]
     present = w != 0
-    enough = present.sum(-1, keepdim=True) - present.long() >= subsets.size
-    others = (of_values.detach()[:, None] - w * values, of_ones.detach()[:, None] - w * ones)
-    return (samples * values, samples * ones), others[0], torch.where(enough, others[1], 0.0)
+    others = present.sum(-1, keepdim=True) - present.long()
+    # linear in w_j: the value at w_j = 0
+    value_without = value.detach()[:, None] - w * value_slope
+    weight_without = weight.detach()[:, None] - w * weight_slope
+    return _Parts(
+        value_with=M * value_slope,
+        weight_with=M * weight_slope,
+        value_without=value_without,
+        weight_without=torch.where(others >= subsets.size, weight_without, 0.0),
+    )
 
 
 def best_of_subsets(rewards: Tensor, weights: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -86,13 +102,14 @@ def best_of_subsets(rewards: Tensor, weights: Tensor, size: int) -> tuple[Tensor
     """
     ordered, order = rewards.double().sort(dim=-1, stable=True)
     weights = weights.gather(-1, order)
-    degree = torch.arange(size + 1, dtype=weights.dtype, device=weights.device)
-    products = (degree == 0).to(weights).expand(len(weights), -1)  # E_0 .. E_n of no samples
-    value = torch.zeros_like(weights[:, 0])
+    d = torch.arange(size + 1, dtype=weights.dtype, device=weights.device)
+    # E_0 .. E_n and V of no samples
+    E = (d == 0).to(weights).expand(len(weights), -1)
+    V = torch.zeros_like(weights[:, 0])
     for k in range(1, weights.shape[1] + 1):
-        share = degree / k
-        newest = weights[:, k - 1 : k]
-        extended = newest * torch.nn.functional.pad(products[:, :-1], (1, 0))
-        value = (1 - share[-1]) * value + share[-1] * extended[:, -1] * ordered[:, k - 1]
-        products = (1 - share) * products + share * extended
-    return value, products[:, -1]
+        share = d / k
+        # w_k E_{d-1}(k-1)
+        with_newest = weights[:, k - 1 : k] * torch.nn.functional.pad(E[:, :-1], (1, 0))
+        V = (1 - share[-1]) * V + share[-1] * with_newest[:, -1] * ordered[:, k - 1]
+        E = (1 - share) * E + share * with_newest
+    return V, E[:, -1]

@@ -7,15 +7,17 @@ import math
 import pytest
 import torch
 from scipy.optimize import minimize
+from support.truths import float64
+from support.verify_faults import decreasing, of_the_mean, too_far
 
 from nlgrpo import cli
 from nlgrpo.apps.verify import check_estimators, check_shape, check_training, exact, tabular, verify
 from nlgrpo.apps.verify.claims import Proof, Result
 from nlgrpo.objectives import diversity, rank_based, tilted
 from nlgrpo.objectives.advantages import centre
-from nlgrpo.objectives.registry import BestOfN, Mean
+from nlgrpo.objectives.registry import BestOfN
 
-PI = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+PI = float64(0.5, 0.2, 0.3)
 
 
 def run(folder, *arguments):
@@ -76,10 +78,6 @@ def of_eight(atoms, chance):
     return torch.nn.functional.one_hot(atoms[:, :8]).double().mean(1), chance
 
 
-def decreasing(self, z):
-    return 1 - (1 - z) ** self.n
-
-
 def too_large(self, M):
     return 1.1 * self._f(rank_based._steps(M)[1:])
 
@@ -88,27 +86,13 @@ def half_as_far(log_pi, linear, log_ref, *, L, beta):
     return ((3 * L * log_pi + beta * log_ref + linear) / (3 * L + beta)).log_softmax(-1)
 
 
-def too_far(log_pi, linear, log_ref, *, L, beta):
-    return ((L * log_pi + beta * log_ref + 60 * linear) / (L + beta)).log_softmax(-1)
-
-
-def of_the_mean(self, rewards, probs=None):
-    return Mean().linearize(rewards, probs)
-
-
 FAULTS = [
     (rank_based.BestOfN, "_gap_shares", counts_k, check_estimators.unbiased, "BestOfN: the gradient is unbiased"),
     (rank_based.BestOfN, "_gap_shares", counts_k, check_estimators.linearised_loss, "Unbiased estimator: no bias"),
     (rank_based.OfN, "advantage", plugin_instead, check_estimators.unbiased, "WorstOfN: the gradient is unbiased"),
     (rank_based.OfN, "advantage", unscaled, check_estimators.unbiased, "BestOfN: the gradient is unbiased"),
     (rank_based.BestOfN, "shares", counts_k, check_estimators.unbiased, "BestOfN: the value is unbiased"),
-    (
-        diversity.Diversity,
-        "advantage",
-        unscaled,
-        check_estimators.unbiased,
-        "Rao and DPP diversity: the gradient is unbiased",
-    ),
+    (diversity.Diversity, "advantage", unscaled, check_estimators.unbiased, "Rao and DPP diversity: the gradient"),
     (rank_based.BestOfPoisson, "weights", too_large, check_estimators.plugin, "bop:2.0: the gradient's bias"),
     (rank_based.BestOfPoisson, "_f", lambda self, z: (2.0 * (z - 1)).exp(), check_estimators.first_variations, "lin"),
     (tilted.SoftBestOfN, "_linearize", no_baseline, check_estimators.first_variations, "linearize equals the slope"),
@@ -211,7 +195,7 @@ def test_counted_groups_equal_enumerated_groups():
 
 def test_expected_gradient_of_rewards_is_the_policy_gradient():
     """Without a baseline, for one and four samples, and with a kernel instead of rewards."""
-    rewards = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    rewards = float64(1.0, -2.0, 0.5)
     logits = PI.log().requires_grad_()
     (truth,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
     for M in (1, 4):
@@ -221,35 +205,38 @@ def test_expected_gradient_of_rewards_is_the_policy_gradient():
     assert tabular.seen(kernel, torch.tensor([[2, 0]])).tolist() == [[[8, 6], [2, 0]]]
 
 
+def proximal_gain(log_p, linear, reference, start, L, beta):
+    """<linear, pi> - beta KL[pi | ref] - L KL[pi | pi_t]."""
+    divergences = beta * tabular.kl(log_p, reference) + L * tabular.kl(log_p, start)
+    return (log_p.exp() * linear).sum(-1) - divergences
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.7])
 def test_the_proximal_step_is_the_argmax(beta):
-    linear, reference = torch.tensor([1.0, -2.0, 0.5]).double(), torch.tensor([0.1, 0.6, 0.3]).double().log()
+    linear, reference = float64(1.0, -2.0, 0.5), float64(0.1, 0.6, 0.3).log()
     ours = tabular.proximal_step(PI.log(), linear, reference, L=2.0, beta=beta)
 
     def loss(logits):
         log_p = torch.from_numpy(logits).log_softmax(0)
-        gain = (log_p.exp() * linear).sum() - beta * tabular.kl(log_p, reference) - 2 * tabular.kl(log_p, PI.log())
-        return -gain.item()
+        return -proximal_gain(log_p, linear, reference, PI.log(), 2.0, beta).item()
 
     best = torch.from_numpy(minimize(loss, [0.0, 0.0, 0.0], tol=1e-12).x).softmax(0)
     torch.testing.assert_close(ours.exp(), best, atol=1e-5, rtol=0)
 
 
 def test_the_step_within_a_budget_is_optimal():
-    linear, reference = (
-        torch.tensor([[1.0, -2.0, 0.5], [1e-3, 0, 0]]).double(),
-        torch.full((1, 3), 1 / 3).double().log(),
-    )
+    linear, reference = float64([1.0, -2.0, 0.5], [1e-3, 0, 0]), torch.full((1, 3), 1 / 3).double().log()
     start = reference.expand(2, -1)
     ours = tabular.budget_step(start, linear, reference, L=0.1, budget=0.05)
-    assert tabular.kl(ours, reference)[0].item() == pytest.approx(0.05, abs=1e-12)
-    assert tabular.kl(ours, reference)[1] < 0.05
+    spent = tabular.kl(ours, reference)
+    assert spent[0].item() == pytest.approx(0.05, abs=1e-12)
+    assert spent[1] < 0.05
     torch.testing.assert_close(ours[1], tabular.proximal_step(start, linear, reference, L=0.1, beta=0.0)[1])
     others = torch.rand(20_000, 3, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
-    gain = lambda log_p: (log_p.exp() * linear[0]).sum(-1) - 0.1 * tabular.kl(log_p, reference)  # noqa: E731
     within = others[tabular.kl(others, reference) <= 0.05]
     assert len(within) > 1000
-    assert gain(ours[0]) >= gain(within).max()
+    of_ours, *_ = proximal_gain(ours, linear[0], reference, reference, 0.1, 0.0)
+    assert of_ours >= proximal_gain(within, linear[0], reference, reference, 0.1, 0.0).max()
 
 
 def test_kl_of_an_atom_without_mass():
@@ -258,22 +245,19 @@ def test_kl_of_an_atom_without_mass():
 
 
 def test_definitions_by_hand():
-    rewards = torch.tensor([1.0, 4.0, 2.0], dtype=torch.float64)
+    rewards = float64(1.0, 4.0, 2.0)
+    mean = (PI * rewards).sum().item()
     assert exact.best_of(rewards, PI, 2).item() == pytest.approx(0.25 * 1 + (0.64 - 0.25) * 2 + (1 - 0.64) * 4)
-    draws = list(itertools.product(range(3), repeat=2))
-    chance = [PI[i] * PI[j] for i, j in draws]
-    best = sum(p * max(rewards[i], rewards[j]) for p, (i, j) in zip(chance, draws, strict=True))
-    worst = sum(p * min(rewards[i], rewards[j]) for p, (i, j) in zip(chance, draws, strict=True))
-    assert exact.best_of(rewards, PI, 2).item() == pytest.approx(best.item())
-    assert exact.worst_of(rewards, PI, 2).item() == pytest.approx(worst.item())
+    pairs = list(itertools.product(range(3), repeat=2))
+    for of_two, choose in ((exact.best_of, max), (exact.worst_of, min)):
+        by_hand = sum(PI[i] * PI[j] * choose(rewards[i], rewards[j]) for i, j in pairs)
+        assert of_two(rewards, PI, 2).item() == pytest.approx(by_hand.item())
     for n in (1, 2, 5):
         torch.testing.assert_close(exact.best_of_cells(rewards, PI[None], n)[0], exact.best_of(rewards, PI, n))
     assert exact.lower_tail(rewards, PI, 0.6).item() == pytest.approx((0.5 * 1 + 0.1 * 2) / 0.6)
-    assert exact.best_of_poisson(rewards, PI, 1e-6).item() == pytest.approx(
-        1e-6 * (PI * rewards).sum().item(), rel=1e-4
-    )
-    assert exact.tilted(rewards, PI, 1e6).item() == pytest.approx((PI * rewards).sum().item(), rel=1e-4)
-    assert exact.certainty_equivalent(rewards, PI, 1e-6).item() == pytest.approx((PI * rewards).sum().item(), rel=1e-4)
+    assert exact.best_of_poisson(rewards, PI, 1e-6).item() == pytest.approx(1e-6 * mean, rel=1e-4)
+    assert exact.tilted(rewards, PI, 1e6).item() == pytest.approx(mean, rel=1e-4)
+    assert exact.certainty_equivalent(rewards, PI, 1e-6).item() == pytest.approx(mean, rel=1e-4)
     assert exact.rao(torch.eye(3).double(), PI).item() == pytest.approx(-0.38)
     volume = exact.log_volume(torch.eye(3).double(), PI, 2, 1.0)
     assert volume.item() == pytest.approx(0.62 * math.log(4) + 0.38 * math.log(3))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.integrate import quad
-from test_verify import of_the_mean, too_far
+from support.truths import float64
+from support.verify_faults import of_the_mean, too_far
 
 from nlgrpo.apps.verify import calibrated, check_inexact, check_infalign, check_iro, check_vbon, exact, tabular, tree
 from nlgrpo.calibration import alignment, fixed_point, transforms, variational
@@ -15,7 +16,7 @@ from nlgrpo.engine import chunked_decoding, guided_search
 from nlgrpo.objectives import rank_based
 from nlgrpo.objectives.registry import BestOfN
 
-PI = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+PI = float64(0.5, 0.2, 0.3)
 
 # --- the faults -------------------------------------------------------------------------------------------------------
 
@@ -80,10 +81,6 @@ def concave(self, u, w):
 
 def one_power_less(self, z):
     return z ** (self.n - 1)
-
-
-def decreasing(self, z):
-    return 1 - (1 - z) ** self.n
 
 
 def of_ranks(self, rewards, probs=None):
@@ -245,17 +242,16 @@ def test_every_claim_has_a_planted_fault():
 
 def test_what_best_of_n_chooses_by_hand():
     order, rewards = torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 1.0]).double()
-    other = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    other = float64(0.2, 0.5, 0.3)
     draws = list(itertools.product(range(3), repeat=2))
     by_hand = [sum(PI[i] * PI[j] for i, j in draws if max(i, j, key=lambda a: order[a]) == a) for a in range(3)]
     torch.testing.assert_close(exact.chosen(order, PI, 2), torch.stack(by_hand))
     ranked = PI[[1, 2, 0]].cumsum(0)  # from the lowest
     torch.testing.assert_close(exact.best_of_masses(ranked, 2), torch.stack(by_hand)[[1, 2, 0]])
     for worst, choose in ((False, max), (True, min)):
-        wins = 0.0
-        for (i, j), (k, m) in itertools.product(draws, draws):
-            ours, theirs = choose(rewards[i], rewards[j]), choose(rewards[k], rewards[m])
-            wins += PI[i] * PI[j] * other[k] * other[m] * (1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
+        ours = [(PI[i] * PI[j], choose(rewards[i], rewards[j])) for i, j in draws]
+        theirs = [(other[i] * other[j], choose(rewards[i], rewards[j])) for i, j in draws]
+        wins = sum(p * q * ((r > s) + 0.5 * (r == s)) for (p, r), (q, s) in itertools.product(ours, theirs))
         assert exact.win_rate(rewards, PI, other, 2, worst=worst).item() == pytest.approx(float(wins))
     kl = sum(p * math.log(p / q) for p, q in zip(PI.tolist(), other.tolist(), strict=True))
     assert exact.divergence(PI[None], other).tolist() == pytest.approx([kl])
@@ -284,8 +280,7 @@ def test_trees_equal_a_sum_over_leaves():
     leaves = list(itertools.product(range(2), repeat=3))
     chance = [math.prod(policy[h][tree.number(y[:h], 2), y[h]].item() for h in range(3)) for y in leaves]
     assert tree.leaf_probs(policy).tolist() == pytest.approx(chance)
-    assert tree.values(policy, rewards)[0].item() == pytest.approx(sum(p * r for p, r in zip(chance, rewards.tolist(),
-                                                                                           strict=True)))  # fmt: skip
+    assert tree.values(policy, rewards)[0].item() == pytest.approx((float64(*chance) * rewards).sum().item())
     assert tree.best_values(policy, rewards)[1].tolist() == [rewards[:4].max().item(), rewards[4:].max().item()]
     assert tree.concentrability(policy, rewards) == pytest.approx(1 / chance[int(rewards.argmax())])
     once = tree.reweighted(policy, tree.values(policy, rewards), 0.5)

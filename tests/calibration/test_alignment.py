@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import cumulative_simpson
-from scipy.optimize import minimize
+from support.truths import maximum
 
 from nlgrpo.calibration import fixed_point
 from nlgrpo.calibration.alignment import (
@@ -34,16 +34,27 @@ def columns(curve):
 # --- calibration ------------------------------------------------------------------------------------------------------
 
 
+def of_ranks(shape, generator, dtype=torch.float64):
+    """Rewards with many ties."""
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def share_below(r, others):
+    """Fraction of the other rewards that r beats, ties counting 1/2."""
+    return sum((r > z) + 0.5 * (r == z) for z in others) / len(others)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_calibrated_rewards_are_fractions_of_pairs(dtype):
+    """Of the prompt's own reference samples, or of those of all prompts, other ones too."""
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.randint(-2, 3, (5, 7), generator=generator).to(dtype)  # many ties
-    reference = torch.randint(-2, 3, (5, 11), generator=generator).to(dtype)
-    found = calibrate(rewards, reference)
+    rewards, reference = (of_ranks((5, n), generator, dtype) for n in (7, 11))
+    pool = reference[:4]
+    found, pooled = calibrate(rewards, reference), calibrate_pooled(rewards, pool)
+    assert found.dtype == pooled.dtype == torch.float64
     for p, j in itertools.product(range(5), range(7)):
-        r = float(rewards[p, j])
-        assert found[p, j] == sum((r > z) + 0.5 * (r == z) for z in reference[p].tolist()) / 11
-    assert found.dtype == torch.float64
+        assert found[p, j] == share_below(float(rewards[p, j]), reference[p].tolist())
+        assert pooled[p, j] == share_below(float(rewards[p, j]), pool.flatten().tolist())
     assert torch.equal(found, calibrate((3 * rewards).exp(), (3 * reference).exp()))  # Lemma 3
 
 
@@ -61,19 +72,6 @@ def test_calibrated_rewards_are_fractions_of_pairs(dtype):
 def test_calibrate_refuses_invalid_rewards(rewards, reference, message):
     with pytest.raises(ValueError, match=message):
         calibrate(rewards, reference)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_pooled_calibration_ignores_the_prompt(dtype):
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.randint(-2, 3, (5, 7), generator=generator).to(dtype)
-    reference = torch.randint(-2, 3, (4, 11), generator=generator).to(dtype)  # of other prompts too
-    found = calibrate_pooled(rewards, reference)
-    pool = reference.flatten().tolist()
-    for p, j in itertools.product(range(5), range(7)):
-        r = float(rewards[p, j])
-        assert found[p, j] == sum((r > z) + 0.5 * (r == z) for z in pool) / 44
-    assert found.dtype == torch.float64
 
 
 @pytest.mark.parametrize("K", [1, 6, 7])
@@ -443,13 +441,10 @@ class Cells:
         return self.win_rate(masses) - self.beta * self.kl(masses)
 
     def best(self, start):
-        def loss(logits):
-            logits = torch.tensor(logits, requires_grad=True)
-            value = -self.objective((logits + self.widths.log()).softmax(0))
-            value.backward()
-            return value.item(), logits.grad.numpy()
+        def objective(logits):
+            return self.objective((logits + self.widths.log()).softmax(0))
 
-        return -minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 3000, "ftol": 1e-15}).fun
+        return maximum(objective, start, maxiter=3000, ftol=1e-15)[0]
 
     def masses_of(self, phi):
         """Masses of the cells under the density e^{phi / beta}, by 8 nodes per cell."""

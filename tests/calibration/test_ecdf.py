@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support.truths import normal
 
 from nlgrpo.calibration import ecdf
 from nlgrpo.calibration.ecdf import ECDF, ks_distance, ks_test
@@ -19,10 +20,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 fuzz = settings(derandomize=True, max_examples=80, deadline=None, database=None)
 numbers = st.sampled_from([0.0, -0.0, 1.0, 2.0, math.inf, -math.inf, 1e-45]) | st.floats(-4, 4)
 masses = st.sampled_from([0.0, 1.0, 1.0, 0.5]) | st.floats(0, 4)
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def offsets_of(sizes):
@@ -142,7 +139,7 @@ def test_merge_equals_the_ecdf_of_all_samples(data):
     ("other", "message"),
     [
         (
-            lambda: ECDF(normal(3, dtype=torch.float32)),
+            lambda: ECDF(normal(3).float()),
             r"ECDF\(4 samples, float64 on cpu\) and ECDF\(3 samples, float32",
         ),
         (lambda: ECDF(normal(2, 3)), "rows and weights must agree"),

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom, ks_2samp
+from support.truths import normal
 
 from nlgrpo.calibration.kolmogorov_smirnov import COLUMNS, ks_table
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_each_prompt_is_compared_with_its_own_samples():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import cumulative_simpson, quad
-from scipy.optimize import minimize
+from support.truths import maximum
 
 from nlgrpo.calibration import fixed_point, stationary
 from nlgrpo.calibration.alignment import alignment_curve, at_kl, parse_transform
@@ -278,14 +278,7 @@ class Grid:
         return win - self.beta * torch.special.xlogy(masses, masses * self.cells).sum()
 
     def best(self, start):
-        def loss(logits):
-            logits = torch.tensor(logits, requires_grad=True)
-            value = -self.value(logits.softmax(0))
-            value.backward()
-            return value.item(), logits.grad.numpy()
-
-        found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 4000, "maxfun": 8000})
-        return -found.fun
+        return maximum(lambda logits: self.value(logits.softmax(0)), start, maxiter=4000, maxfun=8000)[0]
 
 
 @pytest.mark.parametrize(

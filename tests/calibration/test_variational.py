@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
+from support import truths
+from support.truths import float64
 
 from nlgrpo.calibration.variational import (
     bound,
@@ -112,8 +114,8 @@ def test_density_has_finite_gradients(n):
         assert db == pytest.approx(float(n * mpmath.exp(y + others - exact(x, y, n))), rel=1e-9, abs=1e-12 * n), (x, y)
 
 
-REWARDS = torch.tensor([0.3, 0.3, -1.0, 2.0, 0.3, -1.0], dtype=torch.float64)  # ties of three and of two
-PROBS = torch.tensor([0.1, 0.25, 0.3, 0.05, 0.2, 0.1], dtype=torch.float64)
+REWARDS = float64(0.3, 0.3, -1.0, 2.0, 0.3, -1.0)  # ties of three and of two
+PROBS = float64(0.1, 0.25, 0.3, 0.05, 0.2, 0.1)
 KEYS = torch.tensor([7, -3, 0, 0, 2**62, -(2**62)])
 ORDER = sorted(range(6), key=lambda i: (REWARDS[i].item(), KEYS[i].item()))
 
@@ -128,8 +130,8 @@ def true_log_cdf():
 def true_bon(n):
     """Probability that each atom is the highest in the order among n draws, from all 6^n tuples."""
     found = torch.zeros(6, dtype=torch.float64)
-    for draws in itertools.product(range(6), repeat=n):
-        found[max(draws, key=ORDER.index)] += math.prod(PROBS[list(draws)].tolist())
+    for draws, chance in zip(*(x.tolist() for x in truths.all_groups(PROBS, n)), strict=True):
+        found[max(draws, key=ORDER.index)] += chance
     return found
 
 
@@ -176,19 +178,14 @@ def test_optimal_policies_of_both_rewards(n):
     ):
         finite = rewards.isfinite()
 
-        def loss(logits, finite=finite, rewards=rewards):
-            logits = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+        def gain(logits, finite=finite, rewards=rewards):
             log_pi = logits.log_softmax(-1)
-            gain = (log_pi.exp() * (rewards[finite] - (log_pi - PROBS[finite].log()))).sum()
-            gain.neg().backward()
-            return -gain.item(), logits.grad.numpy()
+            return (log_pi.exp() * (rewards[finite] - (log_pi - PROBS[finite].log()))).sum()
 
         # Without a bound on the improvement of a step: the objective is flat at its maximum.
-        stop = {"ftol": 0.0, "gtol": 1e-12}
-        found = minimize(loss, PROBS[finite].log().numpy(), jac=True, method="L-BFGS-B", options=stop)
-        policy = torch.tensor(found.x).softmax(-1)
-        torch.testing.assert_close(policy, peak[finite] / peak[finite].sum(), rtol=1e-3, atol=1e-6)
-        assert -found.fun == pytest.approx(value, abs=1e-9)
+        largest, logits = truths.maximum(gain, PROBS[finite].log().numpy(), ftol=0.0, gtol=1e-12)
+        torch.testing.assert_close(logits.softmax(-1), peak[finite] / peak[finite].sum(), rtol=1e-3, atol=1e-6)
+        assert largest == pytest.approx(value, abs=1e-9)
 
 
 def test_rewards_agree_for_strings_of_small_probability():

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from rich.console import Console
+from support.truths import normal, voted
 
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, write_evaluation
 from nlgrpo.estimators import (
@@ -31,10 +31,9 @@ from nlgrpo.training.evaluation_summary import before_after_table, metrics, summ
 
 
 def group(prompts, n, seed=0, ties=False):
-    generator = torch.Generator().manual_seed(seed)
     if ties:
-        return torch.randint(0, 4, (prompts, n), generator=generator).double() / 3
-    return torch.randn(prompts, n, generator=generator, dtype=torch.float64)
+        return torch.randint(0, 4, (prompts, n), generator=torch.Generator().manual_seed(seed)).double() / 3
+    return normal(prompts, n, seed=seed)
 
 
 def enumerated(rewards, size, pick):
@@ -133,15 +132,12 @@ def chances(row, objective):
 def test_value_and_win_rate_of_a_procedure(objective, ties):
     a, b = group(4, 6, seed=1, ties=ties), group(4, 5, seed=2, ties=ties)
     rates, values = procedure_win_rate(a, b, parse(objective)), procedure_value(a, parse(objective))
-    for p in range(4):
-        ours, theirs = chances(a[p].tolist(), objective), chances(b[p].tolist(), objective)
-        wins = sum(
-            u * v * ((x > y) + (x == y) / 2)
-            for u, x in zip(ours, a[p].tolist(), strict=True)
-            for v, y in zip(theirs, b[p].tolist(), strict=True)
-        )
+    for p, (row_a, row_b) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+        ours, theirs = chances(row_a, objective), chances(row_b, objective)
+        pairs = itertools.product(zip(ours, row_a, strict=True), zip(theirs, row_b, strict=True))
+        wins = sum(u * v * ((x > y) + (x == y) / 2) for (u, x), (v, y) in pairs)
         assert rates[p].item() == pytest.approx(wins)
-        assert values[p].item() == pytest.approx(sum(u * x for u, x in zip(ours, a[p].tolist(), strict=True)))
+        assert values[p].item() == pytest.approx(sum(u * x for u, x in zip(ours, row_a, strict=True)))
 
 
 def test_best_of_poisson_wins_given_that_something_is_drawn():
@@ -167,17 +163,13 @@ def test_pass_and_majority_over_all_subsets(seed):
     correct = (answers == right) | ((answers == right + 1) & (seed == 3))  # there, two answers are correct
     found = maj_at_k(correct, answers, range(1, 8))
     passed = pass_at_k(correct, range(1, 8))
-    for p in range(5):
-        for k in range(1, 8):
-            wins, hits, subsets = 0.0, 0, list(itertools.combinations(range(7), k))
-            for subset in subsets:
-                counts = Counter(int(answers[p, j]) for j in subset if answers[p, j] >= 0)
-                winners = [a for a, c in counts.items() if c == max(counts.values())]
-                good = {int(answers[p, j]) for j in range(7) if correct[p, j]}
-                wins += sum(a in good for a in winners) / len(winners) if winners else 0
-                hits += any(bool(correct[p, j]) for j in subset)
-            assert found[k - 1, p].item() == pytest.approx(wins / len(subsets))
-            assert passed[k - 1, p].item() == pytest.approx(hits / len(subsets))
+    for p, k in itertools.product(range(5), range(1, 8)):
+        right, votes = correct[p].tolist(), answers[p].tolist()
+        subsets = list(itertools.combinations(range(7), k))
+        wins = sum(voted(subset, right, votes) for subset in subsets)  # 0 without any vote
+        hits = sum(any(right[j] for j in subset) for subset in subsets)
+        assert found[k - 1, p].item() == pytest.approx(wins / len(subsets))
+        assert passed[k - 1, p].item() == pytest.approx(hits / len(subsets))
 
 
 def test_majority_of_many_samples():

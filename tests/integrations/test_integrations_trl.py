@@ -16,56 +16,18 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers import run_ranks, tiny_model
+from support.trl_truths import M, of_aggregate, with_absent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from nlgrpo.integrations.trl import aggregated, linearized
 from nlgrpo.objectives.registry import BestOfN, SoftBestOfN
 
-M = 4
 ACCURACY = [0.3, 1.7, -0.4, 0.3, 2.0, 2.0, -1.0, 0.1, 5.0, 4.0, 4.5, -3.0]  # three groups; ties in two of them
 JUDGE = [0.9, -0.2, 0.4, 0.0, 1.0, 0.7, 0.2, -0.6, 0.3, 0.8, 0.1, -0.7]
 SLOW = [0.5, 0.1, 1.3, 0.2, -0.9, 0.4, 0.6, 1.1, -0.3, 0.7, 0.9, 0.0]
 WEIGHTS = [0.7, -1.3, 0.4]
 NONE = [None] * len(ACCURACY)
-
-
-# ---- expected values ----
-
-
-def best_of(n, p, r):
-    """E max of n draws."""
-    draws = torch.cartesian_prod(*[torch.arange(len(r))] * n).view(-1, n)
-    return (p[draws].prod(-1) * r[draws].amax(-1)).sum()
-
-
-def tilted(tau, p, r):
-    e = p * (r / tau).exp()
-    return (e * r).sum() / e.sum()
-
-
-R = {"bon:3": functools.partial(best_of, 3), "soft:0.5": functools.partial(tilted, 0.5), "mean": lambda p, r: p @ r}
-
-
-def first_variation(objective, group):
-    """First variation (M,), centred over the completions with a reward, 0 at the others, and the objective's value."""
-    out = torch.zeros(len(group), dtype=torch.float64)
-    present = [j for j, r in enumerate(group) if r is not None]
-    if not present:
-        return out, None
-    r = torch.tensor([group[j] for j in present], dtype=torch.float64)
-    p = torch.full_like(r, 1 / len(r), requires_grad=True)
-    value = R[objective](p, r)
-    (gradient,) = torch.autograd.grad(value, p)
-    out[present] = gradient - gradient.mean()
-    return out, value.item()
-
-
-def expected(objective, values, size=M):
-    """First variations (P * M,) of all groups, and the mean of their values."""
-    pairs = [first_variation(objective, values[i : i + size]) for i in range(0, len(values), size)]
-    present = [value for _, value in pairs if value is not None]
-    return torch.cat([x for x, _ in pairs]), sum(present) / max(1, len(present))
 
 
 # ---- TRL's trainer with fixed rewards ----
@@ -131,13 +93,13 @@ def close(ours, truth):
 
 def test_advantages_are_the_first_variation(made):
     advantages, _ = step(made, ACCURACY)
-    close(advantages, WEIGHTS[0] * expected("bon:3", ACCURACY)[0])
+    close(advantages, WEIGHTS[0] * with_absent("bon:3", ACCURACY)[0])
 
 
 def test_async_rewards_and_weighted_sums(made):
     advantages, _ = step(made, ACCURACY, JUDGE, SLOW)
     parts = zip(WEIGHTS, ("bon:3", "soft:0.5", "mean"), (ACCURACY, JUDGE, SLOW), strict=True)
-    close(advantages, sum(w * expected(objective, values)[0] for w, objective, values in parts))
+    close(advantages, sum(w * with_absent(objective, values)[0] for w, objective, values in parts))
 
 
 def test_mean_gives_the_same_advantages_as_trl_alone(made, monkeypatch):
@@ -158,17 +120,17 @@ def test_none_abstains(made):
     judge[0], judge[1], judge[8:] = math.nan, None, [None] * M
     missing = [None if x is None or math.isnan(x) else x for x in judge]
     advantages, metrics = step(made, accuracy, judge)
-    close(advantages, WEIGHTS[0] * expected("bon:3", accuracy)[0] + WEIGHTS[1] * expected("soft:0.5", missing)[0])
+    close(advantages, WEIGHTS[0] * with_absent("bon:3", accuracy)[0] + WEIGHTS[1] * with_absent("soft:0.5", missing)[0])
     assert advantages[8:].tolist() == [0] * M
     assert metrics["rewards/accuracy/mean"] == pytest.approx(sum(x for x in accuracy if x is not None) / 4)
-    assert metrics["objective/judge"] == pytest.approx(expected("soft:0.5", missing)[1])
+    assert metrics["objective/judge"] == pytest.approx(with_absent("soft:0.5", missing)[1])
 
 
 def test_none_stays_none():
     values = [1.0, None, 3.0, math.nan, *[None] * M]
     ours = linearized(lambda **_: values, "bon:3", M)(prompts=["a"] * 8, completions=["b"] * 8)
     assert [x is None for x in ours] == [False, True, False, True, True, True, True, True]
-    truth, _ = first_variation("bon:3", [1.0, None, 3.0, None])
+    truth, _ = with_absent("bon:3", [1.0, None, 3.0, None])
     assert ours[::2][:2] == pytest.approx(truth[::2].tolist())
 
 
@@ -176,7 +138,7 @@ def test_logged_metrics(made):
     _, metrics = step(made, ACCURACY, JUDGE, SLOW)
     for name, objective, values in (("accuracy", "bon:3", ACCURACY), ("judge", "soft:0.5", JUDGE)):
         assert metrics[f"rewards/{name}/mean"] == pytest.approx(sum(values) / len(values))
-        assert metrics[f"objective/{name}"] == pytest.approx(expected(objective, values)[1])
+        assert metrics[f"objective/{name}"] == pytest.approx(with_absent(objective, values)[1])
         assert metrics[f"rewards/{name}_linearized/mean"] == pytest.approx(0, abs=1e-6)
 
 
@@ -189,13 +151,13 @@ def test_the_logged_mean_is_right_if_ranks_have_different_numbers_of_rewards():
     means = {name: sum(numbers) / len(numbers) for name, numbers in calls.items()}
     everywhere = [*on_ranks[0], *on_ranks[1]]
     assert means["rewards/mine/mean"] == pytest.approx(26 / 10)
-    assert means["objective/mine"] == pytest.approx(expected("bon:3", everywhere)[1])
+    assert means["objective/mine"] == pytest.approx(with_absent("bon:3", everywhere)[1])
 
 
 def test_an_evaluation_uses_num_generations_eval(made):
     """Groups of 2, although groups of 4 would fit."""
     advantages, metrics = step(made, ACCURACY, mode="eval")
-    truth, value = expected("bon:3", ACCURACY, size=2)
+    truth, value = with_absent("bon:3", ACCURACY, size=2)
     close(advantages, WEIGHTS[0] * truth)
     assert metrics["objective/accuracy"] == pytest.approx(value)
 
@@ -207,7 +169,7 @@ def test_a_run_logs_metrics_of_training_and_evaluation(made, monkeypatch):
     monkeypatch.setattr(rewards, "part", slice(6))  # three prompts, two completions each
     trainer.evaluate()
     logs = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
-    assert logs["objective/accuracy"] == pytest.approx(expected("bon:3", ACCURACY)[1], rel=1e-5)
+    assert logs["objective/accuracy"] == pytest.approx(with_absent("bon:3", ACCURACY)[1], rel=1e-5)
     assert {"rewards/slow/mean", "eval_rewards/slow/mean", "eval_objective/judge"} <= logs.keys()
     assert logs["grad_norm"] > 0
 
@@ -360,30 +322,24 @@ def ranks(tmp_path_factory):
 @pytest.mark.slow
 def test_groups_on_two_ranks(ranks):
     parts = zip(WEIGHTS, ("bon:3", "soft:0.5", "mean"), (ACCURACY, JUDGE, SLOW), strict=True)
-    truth = sum(w * expected(objective, values)[0] for w, objective, values in parts)
+    truth = sum(w * with_absent(objective, values)[0] for w, objective, values in parts)
     close(torch.cat([rank["advantages"] for rank in ranks]).double(), truth)
 
 
 def test_metrics_and_refusals_on_two_ranks(ranks):
     for rank in ranks:
         assert rank["metrics"]["rewards/accuracy/mean"] == pytest.approx(sum(ACCURACY) / len(ACCURACY))
-        assert rank["metrics"]["objective/judge"] == pytest.approx(expected("soft:0.5", JUDGE)[1])
+        assert rank["metrics"]["objective/judge"] == pytest.approx(with_absent("soft:0.5", JUDGE)[1])
         assert "5 completions on each of 2 ranks cannot be split into groups of 4" in rank["few"]
         assert "'alike' needs all 4 samples of a prompt on one rank, but this rank has 6 completions" in rank["kernel"]
         assert "per_device_train_batch_size" in rank["kernel"]
 
 
-def aggregate_of(pairs):
-    """sum_i dg/dR_i (first variation of R_i) at the values R_i, and g; ``pairs`` has first variations and values."""
-    values = torch.tensor([value for _, value in pairs], requires_grad=True, dtype=torch.float64)
-    aggregate = smooth_min(values)
-    (gradient,) = torch.autograd.grad(aggregate, values)
-    return sum(w * x for w, (x, _) in zip(gradient, pairs, strict=True)), aggregate.item()
-
-
 def test_an_aggregate_of_groups_on_two_ranks(ranks):
     values = {"accuracy": ACCURACY, "judge": JUDGE, "slow": SLOW}
-    truth, aggregate = aggregate_of([expected(objective, values[name]) for name, objective in AGGREGATED.items()])
+    truth, aggregate = of_aggregate(
+        smooth_min, [with_absent(objective, values[name]) for name, objective in AGGREGATED.items()]
+    )
     close(torch.cat([rank["together"][0] for rank in ranks]).double(), truth)
     assert [rank["together"][1] for rank in ranks] == [[pytest.approx(aggregate)]] * 2
 
@@ -391,8 +347,8 @@ def test_an_aggregate_of_groups_on_two_ranks(ranks):
 def test_an_aggregate_uses_the_values_of_all_ranks(ranks):
     """No group is split; the mean of a reward is over the ranks on which it does not abstain."""
     b = [None] * M + JUDGE[M : 2 * M]
-    truth, aggregate = aggregate_of([expected("bon:3", ACCURACY[: 2 * M]), expected("soft:0.5", b)])
+    truth, aggregate = of_aggregate(smooth_min, [with_absent("bon:3", ACCURACY[: 2 * M]), with_absent("soft:0.5", b)])
     close(torch.tensor([x for rank in ranks for x in rank["whole"][0]], dtype=torch.float64), truth)
-    alone, _ = aggregate_of([expected("bon:3", ACCURACY[M : 2 * M]), expected("soft:0.5", b[M:])])
+    alone, _ = of_aggregate(smooth_min, [with_absent("bon:3", ACCURACY[M : 2 * M]), with_absent("soft:0.5", b[M:])])
     assert (alone - truth[M:]).abs().max() > 0.01, "rank 1 alone would have another result"
     assert [rank["whole"][1] for rank in ranks] == [pytest.approx(aggregate)] * 2

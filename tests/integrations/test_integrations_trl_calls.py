@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_integrations_trl_training import PAIRWISE, TRUTH, M, numbers, of_aggregate, zeros
+from support.trl_truths import TRUTH, M, numbers, of_aggregate, with_absent
 
 from nlgrpo.integrations.trl import aggregated, linearized
 from nlgrpo.objectives.aggregation import SmoothMin, WeightedSum
@@ -30,19 +30,6 @@ def kernel_of(values):
     points = numbers([math.nan if x is None else x for x in values]).view(-1, M)
     rows = (-(points[:, :, None] - points[:, None, :]).abs()).exp().flatten(0, 1).tolist()
     return [None if x is None else row for x, row in zip(values, rows, strict=True)]
-
-
-def with_absent(objective, values, size=M):
-    """First variations and mean value of groups with None, 0 for None; pairwise objectives use similarities."""
-    out, group_values = zeros(len(values)), []
-    for i in range(0, len(values), size):
-        present = [i + j for j in range(size) if values[i + j] is not None]
-        if len(present) > (objective in PAIRWISE) * 2:
-            data = numbers([values[j] for j in present])
-            data = (-(data[:, None] - data).abs()).exp() if objective in PAIRWISE else data
-            out[present], value = TRUTH[objective](data)
-            group_values.append(value)
-    return out, sum(group_values) / len(group_values)
 
 
 def test_rewards_abstain_independently():

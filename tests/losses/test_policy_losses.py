@@ -45,6 +45,11 @@ def batch(seed=1):
     }
 
 
+def weights_of(kind, lengths=LENGTHS):
+    """Of some of the five responses, which have 16 tokens together."""
+    return token_weights(kind, lengths, sequences=5, tokens=16, max_length=8)
+
+
 def normalised(kind, per_token):
     """Loss of a whole step from lists of per-token losses, one list a response, as the definitions say."""
     tokens = sum(map(len, per_token))
@@ -75,7 +80,7 @@ def test_packed_loss_by_definition(kind, level, kl, surrogate):
             row.append(terms[surrogate] + 0.04 * penalty)
         per_token.append(row)
         start += length
-    weights = token_weights(kind, LENGTHS, sequences=len(LENGTHS), tokens=int(LENGTHS.sum()), max_length=8)
+    weights = weights_of(kind)
     options = {"eps_low": 0.1, "eps_high": 0.3, "beta": 0.04, "kl": kl, "surrogate": surrogate}
     loss, _ = packed_loss(**inputs, weights=weights, level=level, **options)
     assert loss.item() == pytest.approx(normalised(kind, per_token), abs=1e-12)
@@ -99,7 +104,7 @@ def test_gradients_of_the_score_by_autograd(level, surrogate, kl):
         penalty = {"k1": -d, "k3": d.exp() - d - 1, "k3_iw": rho * (d.exp() - d - 1)}[kl]
         loss = loss + (-weight * inputs["advantages"][r] * logprob + 0.3 * penalty).mean() / len(LENGTHS)
     loss.backward()
-    weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
+    weights = weights_of("grpo")
     options = {"level": level, "eps_high": 0.3, "beta": 0.3, "kl": kl, "surrogate": surrogate}
     packed_loss(**inputs, weights=weights, **options)[0].backward()
     torch.testing.assert_close(inputs["logprob"].grad, truth.grad, rtol=0, atol=1e-13)
@@ -110,7 +115,7 @@ def test_gradients_of_the_score_by_autograd(level, surrogate, kl):
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind, level, surrogate):
     inputs = batch()
-    weights = token_weights(kind, LENGTHS, sequences=5, tokens=16, max_length=8)
+    weights = weights_of(kind)
     options = {"level": level, "beta": 0.1, "surrogate": surrogate}
     whole, stats = packed_loss(**inputs, weights=weights, **options)
     whole.backward()
@@ -120,7 +125,7 @@ def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind,
         here = [(inputs["sequence"] == r).nonzero()[:, 0] for r in part]
         tokens, sequence = torch.cat(here), torch.repeat_interleave(torch.arange(len(part)), LENGTHS[part])
         some = {n: inputs[n][tokens] for n in ("logprob", "old_logprob", "ref_logprob")}
-        their_weights = token_weights(kind, LENGTHS[part], sequences=5, tokens=16, max_length=8)
+        their_weights = weights_of(kind, LENGTHS[part])
         A = inputs["advantages"][part]
         loss, part_stats = packed_loss(**some, advantages=A, sequence=sequence, weights=their_weights, **options)
         loss.backward()
@@ -137,7 +142,7 @@ def test_any_partition_into_micro_batches_gives_the_same_loss_and_gradient(kind,
 def test_on_policy_gradient_is_that_of_the_score(level, surrogate):
     """rho = 1 everywhere: the gradient is -weight A grad log pi, at sequence level with A spread over the tokens."""
     inputs = batch()
-    weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
+    weights = weights_of("grpo")
     loss, stats = packed_loss(**{**inputs, "old_logprob": None}, weights=weights, level=level, surrogate=surrogate)
     loss.backward()
     truth = -(weights * inputs["advantages"])[inputs["sequence"]]
@@ -148,7 +153,7 @@ def test_on_policy_gradient_is_that_of_the_score(level, surrogate):
 
 def test_sequence_level_gradient_by_finite_differences():
     inputs = batch()
-    weights = token_weights("dapo", LENGTHS, sequences=5, tokens=16, max_length=8)
+    weights = weights_of("dapo")
     others = {n: x for n, x in inputs.items() if n != "logprob"}
     assert torch.autograd.gradcheck(
         lambda x: packed_loss(x, **others, weights=weights, level="sequence", beta=0.3, kl="k3_iw")[0],
@@ -163,7 +168,7 @@ def test_from_hidden_states_it_is_the_same(surrogate):
     targets = torch.randint(7, (16,), generator=g)
     logprob, _ = kernels.linear_logprob(hidden, weight, targets)
     inputs |= {"logprob": logprob, "old_logprob": (logprob + 0.4 * torch.randn(16, generator=g)).detach()}
-    weights = token_weights("grpo", LENGTHS, sequences=5, tokens=16, max_length=8)
+    weights = weights_of("grpo")
     options = {"beta": 0.3, "kl": "k3_iw", "surrogate": surrogate}
     expected, expected_stats = packed_loss(**inputs, weights=weights, **options)
     sequence = inputs.pop("sequence")
@@ -199,11 +204,8 @@ def test_statistics_by_counting(level, surrogate):
     assert high > 0
     if surrogate != "ppo":
         low, high = 0, sum(rho > 1.2 for rho, _ in ratios) if surrogate == "cispo" else 0
-    assert stats["clip_low"] == low
-    assert stats["clip_high"] == high
-    assert stats["clip_region"] == low + high
-    assert stats["ratios"] == len(ratios)
-    assert stats["tokens"] == 16
+    counted = {"clip_low": low, "clip_high": high, "clip_region": low + high, "ratios": len(ratios), "tokens": 16}
+    assert {name: stats[name].item() for name in counted} == counted
     assert stats["ratio_max"].item() == pytest.approx(max(rho for rho, _ in ratios))
     d = (inputs["ref_logprob"] - inputs["logprob"]).detach()
     torch.testing.assert_close(stats["kl"], (d.exp() - d - 1).sum())
@@ -288,18 +290,8 @@ def test_every_combination_is_finite_for_wild_ratios():
     kls = ("k1", "k2", "k3", "k3_iw")
     for level, kl, sign, surrogate in itertools.product(("token", "sequence"), kls, (1, -1), SURROGATES):
         A = sign * torch.tensor([1.0, -1.0])
-        loss, stats = packed_loss(
-            logprob,
-            old,
-            A,
-            sequence,
-            torch.ones(2),
-            ref_logprob=old,
-            level=level,
-            beta=0.1,
-            kl=kl,
-            surrogate=surrogate,
-        )
+        options = {"level": level, "beta": 0.1, "kl": kl, "surrogate": surrogate}
+        loss, stats = packed_loss(logprob, old, A, sequence, torch.ones(2), ref_logprob=old, **options)
         (gradient,) = torch.autograd.grad(loss, logprob)
         assert loss.isfinite()
         assert gradient.isfinite().all()

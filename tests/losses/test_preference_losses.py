@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import dblquad
+from support.truths import all_groups, float64, normal
 from torch.nn.functional import logsigmoid
 from trl import DPOTrainer
 
@@ -82,13 +83,13 @@ def test_losses_by_hand():
 
 A = 6
 RANK = torch.arange(A)  # atoms in the order of their reward
-REF = torch.tensor([0.1, 0.25, 0.3, 0.05, 0.2, 0.1], dtype=torch.float64)
+REF = float64(0.1, 0.25, 0.3, 0.05, 0.2, 0.1)
 
 
-def all_draws(n):
-    """Every n draws of the reference and their chance: best (S,), worst (S,), chance (S,)."""
-    draws = torch.tensor(list(itertools.product(range(A), repeat=n)))
-    return draws.amax(1), draws.amin(1), REF[draws].prod(1)
+def ends_of(n):
+    """Best (S,), worst (S,) and chance (S,) of every n draws of the reference."""
+    draws, chance = all_groups(REF, n)
+    return draws.amax(1), draws.amin(1), chance
 
 
 def best_of(n):
@@ -148,7 +149,7 @@ def test_ipo_ends_in_what_its_docstring_says():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_best_of_n_sft_ends_in_the_best_of_n(n):
-    best, _, chance = all_draws(n)
+    best, _, chance = ends_of(n)
     slope = slope_at(best_of(n), lambda log_pi: (chance * best_of_n_sft(log_pi[best])).sum())
     assert slope.abs().max() < 1e-15
     if n > 1:
@@ -165,7 +166,7 @@ def test_bonbon_asks_for_the_mean_margin_of_the_best_of_n(n):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_bonbon_is_stationary_where_it_should_be(n):
-    best, worst, chance = all_draws(n)
+    best, worst, chance = ends_of(n)
 
     def loss(alpha):
         def of(log_pi):
@@ -184,7 +185,7 @@ def test_bonbon_is_stationary_where_it_should_be(n):
 
 
 def rewards_of(P, K, ties=False):
-    rewards = torch.randn(P, K, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rewards = normal(P, K, seed=3)
     return rewards.round() if ties else rewards
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import truths
 
 from nlgrpo.objectives.aggregation import Min, SmoothMin, WeightedSum, combine, moving_average, parse_aggregate
 from nlgrpo.objectives.registry import BestOfN, Mean
@@ -153,15 +154,12 @@ def test_first_variation_of_an_aggregate(aggregate):
     """d/dh g(R_1, R_2) along a mixture of two policies, by central differences."""
     rewards = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, -1.0, 0.5]]], dtype=torch.float64)
     pi, other = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]], dtype=torch.float64)
-    objectives, h = (BestOfN(3), Mean()), 1e-4
+    objectives = (BestOfN(3), Mean())
 
     def values(probs):
         return torch.cat([o.value(r, probs) for o, r in zip(objectives, rewards, strict=True)])
 
-    def g(probs):
-        return aggregate.value(values(probs))
-
-    slope = (g(pi + h * (other - pi)) - g(pi - h * (other - pi))) / (2 * h)
+    slope = truths.slope(lambda probs: aggregate.value(values(probs)), pi, other)
     linear = torch.stack([o.linearize(r, pi) for o, r in zip(objectives, rewards, strict=True)])
     ours = combine(linear, aggregate.gradient(values(pi)))
     torch.testing.assert_close(((other - pi) * ours[0]).sum(), slope, atol=1e-7, rtol=0)

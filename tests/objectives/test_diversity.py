@@ -1,92 +1,34 @@
-"""Diversity objectives compared with enumeration: values, first variations and expected policy gradients."""
+"""Diversity objectives: their baselines, random subsets, and what is refused.
 
-import itertools
+Values, first variations and expected gradients are compared with enumeration in test_registry and
+test_gradient_estimators.
+"""
+
 import math
 
 import pytest
 import torch
+from support import truths
+from support.truths import float64, unit_kernel
 
 from nlgrpo.objectives.diversity import DPPDiversity, RaoDiversity, _subsets
 from nlgrpo.objectives.registry import linearize_present, value_present
 
-LOGITS = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64)
+LOGITS = float64(0.2, -0.4, 0.9)
 OBJECTIVES = [RaoDiversity(), DPPDiversity(2), DPPDiversity(3, eps=0.1), DPPDiversity(4, eps=0.5)]
-
-
-def kernel_of(letters, seed=0, width=4):
-    features = torch.randn(letters, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    features = features / features.norm(dim=1, keepdim=True)
-    return features @ features.T
-
-
-def exact(objective, kernel, probs):
-    """E h(y_1, .., y_n) over all tuples of letters, differentiable in ``probs``."""
-    n = 2 if isinstance(objective, RaoDiversity) else objective.n
-    total = probs.new_zeros(())
-    for letters in itertools.product(range(len(kernel)), repeat=n):
-        K = kernel[list(letters)][:, list(letters)]
-        h = (
-            -K[0, 1]
-            if n == 2 and isinstance(objective, RaoDiversity)
-            else torch.logdet(K + objective.eps * torch.eye(n, dtype=torch.float64))
-        )
-        total = total + probs[list(letters)].prod() * h
-    return total
-
-
-def groups_of(kernel, logits, M):
-    """Kernels of all groups of M letters (K, M, M), their probabilities, and d log pi / d logits of each sample."""
-    pi = logits.softmax(0)
-    letters = torch.tensor(list(itertools.product(range(len(kernel)), repeat=M)))
-    return (
-        kernel[letters[:, :, None], letters[:, None, :]],
-        pi[letters].prod(-1),
-        torch.eye(len(kernel), dtype=pi.dtype)[letters] - pi,
-    )
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_value_and_first_variation_of_a_policy(objective):
-    kernel, logits = kernel_of(3), LOGITS.clone().requires_grad_()
-    probs = logits.softmax(0)
-    value = exact(objective, kernel, probs)
-    (truth,) = torch.autograd.grad(value, logits)
-    probs = probs.detach()
-    torch.testing.assert_close(objective.value(kernel[None], probs), value.detach()[None])
-    linear = objective.linearize(kernel[None], probs)[0]
-    torch.testing.assert_close(probs * (linear - (probs * linear).sum()), truth, atol=1e-12, rtol=1e-10)
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_derivative_along_a_mixture(objective):
-    kernel, g = kernel_of(4), torch.Generator().manual_seed(3)
-    here, there = torch.rand(2, 4, generator=g, dtype=torch.float64).softmax(1)
-    h = 1e-4
-    slope = (
-        exact(objective, kernel, here + h * (there - here)) - exact(objective, kernel, here - h * (there - here))
-    ) / (2 * h)
-    torch.testing.assert_close(
-        ((there - here) * objective.linearize(kernel[None], here)[0]).sum(), slope, atol=1e-6, rtol=1e-6
-    )
 
 
 @pytest.mark.parametrize("more", [1, 2])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_value_and_gradient_are_unbiased(objective, more):
-    M, kernel = objective.order + more, kernel_of(3)
-    logits = LOGITS.clone().requires_grad_()
-    value = exact(objective, kernel, logits.softmax(0))
-    (truth,) = torch.autograd.grad(value, logits)
-    groups, chance, scores = groups_of(kernel, LOGITS, M)
-    torch.testing.assert_close((chance * objective.value(groups)).sum(), value.detach())
-    for baseline in ("mean", "loo", "none"):
-        A = objective.advantage(groups, baseline)
-        ours = (chance[:, None, None] * A[..., None] * scores).sum((0, 1)) / M
-        torch.testing.assert_close(ours, truth, atol=1e-12, rtol=1e-10)
-    linear = objective.linearize(groups)
-    plain = (linear - linear.mean(1, keepdim=True))[..., None] * scores
-    share = (M - objective.order) / M
-    torch.testing.assert_close((chance[:, None, None] * plain).sum((0, 1)) / M, share * truth, atol=1e-12, rtol=1e-10)
+def test_the_mean_of_a_group_as_baseline_would_shrink_the_gradient(objective, more):
+    """By (M - n) / M, which the factor of `advantage` corrects (test_gradient_estimators)."""
+    M = objective.order + more
+    kernel = unit_kernel(3)
+    letters, chance = truths.all_groups(LOGITS.softmax(0), M)
+    linear = objective.linearize(truths.inputs(objective, kernel, letters))
+    ours = truths.expected_gradient(LOGITS, letters, chance, linear - linear.mean(1, keepdim=True))
+    truth, _ = truths.gradient(objective, kernel, LOGITS)
+    torch.testing.assert_close(ours, (M - objective.order) / M * truth, atol=1e-12, rtol=1e-10)
 
 
 def test_rao_by_hand():
@@ -117,21 +59,22 @@ def test_random_subsets_contain_every_sample_equally_often(M, n):
 
 def test_random_subsets_are_unbiased():
     """Averaged over groups of independent samples, the results equal those of all subsets."""
-    kernel = kernel_of(3)
     all_of_them, few = DPPDiversity(2, eps=0.1), DPPDiversity(2, eps=0.1, subsets=1, seed=3)
-    groups, chance, scores = groups_of(kernel, LOGITS, 5)
+    letters, chance = truths.all_groups(LOGITS.softmax(0), 5)
+    groups = truths.inputs(few, unit_kernel(3), letters)
     assert len(_subsets(5, 2, 1, 3)) < math.comb(5, 2)
     assert not torch.allclose(all_of_them.linearize(groups), few.linearize(groups))
     torch.testing.assert_close((chance * few.value(groups)).sum(), (chance * all_of_them.value(groups)).sum())
     gradients = [
-        (chance[:, None, None] * o.advantage(groups)[..., None] * scores).sum((0, 1)) for o in (few, all_of_them)
+        truths.expected_gradient(LOGITS, letters, chance, objective.advantage(groups))
+        for objective in (few, all_of_them)
     ]
     torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("objective", [RaoDiversity(), DPPDiversity(2)], ids=str)
 def test_missing_samples_make_groups_smaller(objective):
-    kernel = torch.stack([kernel_of(5, seed) for seed in range(3)])
+    kernel = torch.stack([unit_kernel(5, seed) for seed in range(3)])
     kernel[0, 1], kernel[0, :, 1] = math.nan, math.nan
     kernel[1] = math.nan
     kernel[1, 0, 0] = kernel[1, 2, 2] = 1.0

@@ -4,31 +4,18 @@ import itertools
 import json
 import math
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from support import truths
+from support.truths import float64, voted
 
 from nlgrpo import cli
 from nlgrpo.evaluation import maj_at_k
 from nlgrpo.objectives import MajorityVote, Mean, parse
 from nlgrpo.objectives.registry import linearize_present, per_completion, present, value_present
 from nlgrpo.rewards.reward_functions import Reward, RewardError, final_answers, score
-
-
-def chosen(draws, rewards, answers):
-    """Mean reward of the response that the vote of these draws chooses, over all their orders, by its definition."""
-    counts = Counter(answers[j] for j in draws if answers[j] >= 0)
-    if not counts:
-        return sum(rewards[j] for j in draws) / len(draws)
-    most = max(counts.values())
-    of_winners = [
-        sum(rewards[j] for j in draws if answers[j] == answer) / most
-        for answer, votes in counts.items()
-        if votes == most
-    ]
-    return sum(of_winners) / len(of_winners)
 
 
 def first_of_order(draws, rewards, answers):
@@ -53,11 +40,9 @@ def groups(P, M, K, seed=0, same=False):
 @pytest.mark.parametrize("probs", [False, True])
 def test_plugin_value_and_slope_by_enumeration(n, probs):
     votes = groups(4, 4, 3, seed=n)
-    weights = (
-        torch.rand(4, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-        if probs
-        else torch.ones(4, 4).double()
-    )
+    weights = torch.ones(4, 4, dtype=torch.float64)
+    if probs:
+        weights = torch.rand(4, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     weights = weights / weights.sum(-1, keepdim=True)
     objective = MajorityVote(n)
     given = weights if probs else None
@@ -66,7 +51,7 @@ def test_plugin_value_and_slope_by_enumeration(n, probs):
         rewards, answers = group[:, 0].tolist(), group[:, 1].tolist()
         expected, slopes = 0.0, [0.0] * 4
         for draws in itertools.product(range(4), repeat=n):
-            reward = chosen(draws, rewards, answers)
+            reward = voted(draws, rewards, answers)
             expected += math.prod(p[j] for j in draws) * reward
             slopes[draws[0]] += n * math.prod(p[j] for j in draws[1:]) * reward
         assert values[g].item() == pytest.approx(expected, abs=1e-12)
@@ -80,7 +65,7 @@ def test_unbiased_value_and_slope_are_means_over_all_subsets(n, M):
     values, linear = objective.value(votes), objective.linearize(votes)
     for g, group in enumerate(votes):
         rewards, answers = group[:, 0].tolist(), group[:, 1].tolist()
-        found = {draws: chosen(draws, rewards, answers) for draws in itertools.combinations(range(M), n)}
+        found = {draws: voted(draws, rewards, answers) for draws in itertools.combinations(range(M), n)}
         assert values[g].item() == pytest.approx(sum(found.values()) / len(found), abs=1e-11)
         for j in range(M):
             own = [reward for draws, reward in found.items() if j in draws]
@@ -124,51 +109,13 @@ def test_the_procedure_that_is_used_has_this_mean():
         assert MajorityVote(n).value(votes[None]).item() == pytest.approx(sum(used) / len(used), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("n", "M", "estimator"), [(2, 3, "unbiased"), (2, 4, "unbiased"), (3, 4, "unbiased"), (3, 5, "unbiased")]
-)
-@pytest.mark.parametrize("baseline", ["mean", "loo", "none"])
-def test_the_unbiased_policy_gradient_by_enumeration_of_all_groups(n, M, estimator, baseline):
-    """Every tuple of M draws from a policy over 4 responses, weighted by its probability."""
-    theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
-    rewards, answers = (
-        torch.tensor([1.0, 0.2, 0.7, -0.5], dtype=torch.float64),
-        torch.tensor([0.0, 0.0, 1.0, -1.0]).double(),
-    )
-    policy = theta.softmax(-1)
-    exact = sum(
-        policy[list(draws)].prod() * chosen(draws, rewards.tolist(), answers.tolist())
-        for draws in itertools.product(range(4), repeat=n)
-    )
-    (truth,) = torch.autograd.grad(exact, theta)
-    tuples = torch.tensor(list(itertools.product(range(4), repeat=M)))
-    p = policy.detach()
-    chance = p[tuples].prod(-1)
-    advantage = MajorityVote(n, estimator).advantage(torch.stack([rewards[tuples], answers[tuples]], -1), baseline)
-    scores = torch.nn.functional.one_hot(tuples, 4).double() - p  # grad log pi
-    found = (chance[:, None, None] * advantage[..., None] * scores).sum(0).mean(0)
-    torch.testing.assert_close(found, truth, atol=1e-12, rtol=0)
-
-
 def test_the_plugin_gradient_has_a_bias_that_falls_with_the_group():
+    logits, values = float64(0.3, -0.2, 0.5), float64([1.0, 0.0], [0.0, 1.0], [0.5, 2.0])
+    truth, _ = truths.gradient(MajorityVote(3), values, logits)
     errors = {}
-    theta = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
-    rewards, answers = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([0.0, 1.0, 2.0]).double()
-    p = theta.softmax(-1)
-    linear = MajorityVote(3).linearize(torch.stack([rewards, answers], -1)[None], p[None])[0]
-    truth = p * (linear - (p * linear).sum())
     for M in (3, 6, 12):
-        counts = torch.tensor([c for c in itertools.product(range(M + 1), repeat=3) if sum(c) == M])
-        log_chance = (
-            torch.lgamma(torch.tensor(M + 1.0).double())
-            - torch.lgamma(counts + 1.0).double().sum(-1)
-            + (counts * p.log()).sum(-1)
-        )
-        found = torch.zeros(3).double()
-        for count, chance in zip(counts, log_chance.exp(), strict=True):
-            atoms = torch.arange(3).repeat_interleave(count)
-            a = MajorityVote(3).advantage(torch.stack([rewards[atoms], answers[atoms]], -1)[None])[0]
-            found += chance * (a[:, None] * (torch.nn.functional.one_hot(atoms, 3).double() - p)).mean(0)
+        letters, chance = truths.counted_groups(logits.softmax(0), M)
+        found = truths.expected_gradient(logits, letters, chance, MajorityVote(3).advantage(values[letters]))
         errors[M] = (found - truth).abs().max().item()
     assert errors[3] > 1.6 * errors[6] > 2.5 * errors[12] > 0
 

@@ -1,10 +1,11 @@
 """Objectives compared with enumeration, autograd through the exact functional, and closed forms of the paper."""
 
-import itertools
 import math
 
 import pytest
 import torch
+from support import truths
+from support.truths import float64, hump, normal, unit_kernel
 
 from nlgrpo.objectives.registry import (
     BestOfN,
@@ -13,6 +14,8 @@ from nlgrpo.objectives.registry import (
     Distortion,
     DPPDiversity,
     EntropicRisk,
+    Form,
+    MajorityVote,
     Mean,
     RaoDiversity,
     Smoothed,
@@ -20,14 +23,10 @@ from nlgrpo.objectives.registry import (
     WorstOfN,
     linearize_present,
     parse,
+    parse_name,
+    split_name,
     value_present,
 )
-
-
-def hump(z):
-    """A distortion that prefers responses of middle rank."""
-    return 6 * z * (1 - z)
-
 
 NAMED = [Mean(), BestOfN(1), BestOfN(2), BestOfN(4), BestOfN(9), WorstOfN(1), WorstOfN(3), WorstOfN(8)]
 NAMED += [BestOfPoisson(0.3), BestOfPoisson(4.0), CVaR(0.05), CVaR(0.35), CVaR(1)]
@@ -36,70 +35,40 @@ OBJECTIVES = [*NAMED, Distortion(hump), Distortion((0.5, 2.0, 0.5))]
 LETTERS = torch.tensor([[0.3, -1.0, 0.3, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, 1e-3, -1e-3, 7.0]], dtype=torch.float64)
 
 
-def exact(objective, rewards, probs):
-    """The functional by its definition, differentiable in ``probs`` (A,)."""
-    match objective:
-        case SoftBestOfN(tau):
-            tilted = probs * ((rewards - rewards.max()) / tau).exp()
-            return (tilted * rewards).sum() / tilted.sum()
-        case EntropicRisk(beta):
-            return torch.logsumexp(beta * rewards + probs.log(), 0) / beta
-        case BestOfPoisson(rate):  # K = 0 contributes 0
-            pmf = [math.exp(n * math.log(rate) - rate - math.lgamma(n + 1)) for n in range(60)]
-            return sum(pmf[n] * best_of(rewards, probs, n) for n in range(1, 60))
-        case CVaR(alpha):  # the maximum of t - E (t - r)_+ / alpha over t is at an atom (Rockafellar and Uryasev, 2000)
-            return torch.stack([t - (probs * (t - rewards).clamp(min=0)).sum() / alpha for t in rewards]).max()
-        case Distortion(f):  # hump(z) = 6 z - 6 z^2 is 3 times best of 2 minus 2 times best of 3
-            if f is hump:
-                return 3 * best_of(rewards, probs, 2) - 2 * best_of(rewards, probs, 3)
-            thirds = [lower_tail(rewards, probs, share) for share in (1 / 3, 2 / 3, 1)]
-            return 0.5 * thirds[0] + 2 * (thirds[1] - thirds[0]) + 0.5 * (thirds[2] - thirds[1])
-    n = getattr(objective, "n", 1)
-    tuples = torch.tensor(list(itertools.product(range(len(rewards)), repeat=n)))
-    chosen = rewards[tuples].amin(-1) if isinstance(objective, WorstOfN) else rewards[tuples].amax(-1)
-    return (probs[tuples].prod(-1) * chosen).sum()
+KERNEL = unit_kernel(4)
+VOTES = float64([1.0, 0.0], [0.2, 0.0], [0.7, 1.0], [-0.5, -1.0])
+DIVERSITIES = [RaoDiversity(), DPPDiversity(2), DPPDiversity(3, eps=0.1), DPPDiversity(4, eps=0.5)]
+EVERY = [*OBJECTIVES, *DIVERSITIES, MajorityVote(2), MajorityVote(3)]
 
 
-def best_of(rewards, probs, n):
-    """E max of n, from P(max <= r) = C(r)^n."""
-    r = rewards.sort().values
-    at_most = torch.stack([(probs * (rewards <= x)).sum() for x in r])
-    return r[-1] - (at_most[:-1] ** n * r.diff()).sum()
+def letters_of(objective):
+    """Values of four letters to test an objective on, without and with ties."""
+    if objective.pairwise:
+        return [KERNEL]
+    return [VOTES] if objective.voted else list(LETTERS)
 
 
-def lower_tail(rewards, probs, share):
-    """Integral of the quantile function from 0 to ``share``."""
-    return share * exact(CVaR(share), rewards, probs)
-
-
-def centred(x, probs):
-    return x - (x * probs).sum(-1, keepdim=True)
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("objective", EVERY, ids=str)
 def test_value_and_first_variation_at_a_softmax_policy(objective):
-    logits = torch.tensor([0.2, -0.7, 1.1, 0.0], dtype=torch.float64, requires_grad=True)
-    for rewards in LETTERS:
-        probs = logits.softmax(0)
-        value = exact(objective, rewards, probs)
-        (gradient,) = torch.autograd.grad(value, logits)
-        ours = objective.linearize(rewards[None], probs)[0]
+    logits = float64(0.2, -0.7, 1.1, 0.0)
+    probs = logits.softmax(0)
+    for values in letters_of(objective):
+        gradient, value = truths.gradient(objective, values, logits)
+        ours = objective.linearize(values[None], probs)[0]
         # d value / d logit_y = pi(y) (r~(y) - E r~): the policy gradient with the linearised rewards
-        torch.testing.assert_close(probs.detach() * centred(ours, probs.detach()), gradient, atol=1e-12, rtol=1e-10)
-        torch.testing.assert_close(objective.value(rewards[None], probs[None])[0], value.detach())
+        torch.testing.assert_close(probs * (ours - (probs * ours).sum()), gradient, atol=1e-12, rtol=1e-10)
+        torch.testing.assert_close(objective.value(values[None], probs[None])[0], value)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("objective", EVERY, ids=str)
 def test_derivative_along_a_mixture(objective):
     """(R[pi + h (pi' - pi)] - R[pi]) / h = E_pi' r~ - E_pi r~, by central differences of the exact functional."""
     g = torch.Generator().manual_seed(3)
     rewards = torch.randn(4, generator=g, dtype=torch.float64)
     here, there = torch.rand(2, 4, generator=g, dtype=torch.float64).softmax(1)
-    h = 1e-4
-    slope = (
-        exact(objective, rewards, here + h * (there - here)) - exact(objective, rewards, here - h * (there - here))
-    ) / (2 * h)
-    ours = objective.linearize(rewards[None], here)[0]
+    values = letters_of(objective)[0] if objective.pairwise or objective.voted else rewards
+    slope = truths.slope(lambda probs: truths.functional(objective, values, probs), here, there)
+    ours = objective.linearize(values[None], here)[0]
     torch.testing.assert_close(((there - here) * ours).sum(), slope, atol=1e-6, rtol=1e-6)
 
 
@@ -165,7 +134,7 @@ def test_iama_proposition_3_1(N, K):
 
 
 def test_worst_of_n_is_the_negative_of_best_of_n():
-    rewards = torch.randn(7, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards = normal(7, 6, seed=1)
     probs = torch.rand(7, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64).softmax(1)
     for n in (1, 2, 5):
         for p in (None, probs):
@@ -196,7 +165,7 @@ def test_cvar_is_the_mean_of_the_lower_tail():
 
 
 def test_best_of_poisson_may_draw_nothing():
-    rewards = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards = normal(3, 5, seed=1)
     moved = BestOfPoisson(2.0).value(rewards + 10) - BestOfPoisson(2.0).value(rewards)
     torch.testing.assert_close(moved, torch.full((3,), 10 * (1 - math.exp(-2)), dtype=torch.float64))
     torch.testing.assert_close(BestOfPoisson(2.0).linearize(rewards + 10), BestOfPoisson(2.0).linearize(rewards))
@@ -370,23 +339,24 @@ def test_parse_refuses(text, message):
         parse(text)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, BestOfN(2, "unbiased"), WorstOfN(4, "unbiased")], ids=str)
 def test_missing_rewards_make_groups_smaller(objective):
     g = torch.Generator().manual_seed(5)
     rewards = torch.randn(40, 5, generator=g, dtype=torch.float64)
     rewards[torch.rand(40, 5, generator=g) < 0.5] = torch.nan
     rewards[0], rewards[1] = torch.nan, 1.0
-    linear, value = linearize_present(objective, rewards), value_present(objective, rewards)
     counts = set()
-    for row, ours, worth in zip(rewards, linear, value, strict=True):
+    for row, ours, worth in zip(
+        rewards, linearize_present(objective, rewards), value_present(objective, rewards), strict=True
+    ):
         there = row[~row.isnan()]
         counts.add(len(there))
         assert (ours[row.isnan()] == 0).all()
-        if len(there) == 0:
+        if len(there) < objective.fewest or len(there) == 0:
             assert worth.isnan()
+            assert (ours == 0).all()
             continue
-        alone = objective.linearize(there[None])[0]
-        torch.testing.assert_close(ours[~row.isnan()], alone - alone.mean())
+        torch.testing.assert_close(ours[~row.isnan()], objective.advantage(there[None])[0])
         torch.testing.assert_close(worth, objective.value(there[None])[0])
         assert len(there) > 1 or (ours == 0).all()
     assert counts == {0, 1, 2, 3, 4, 5}
@@ -394,8 +364,43 @@ def test_missing_rewards_make_groups_smaller(objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 def test_without_missing_rewards_the_linearised_rewards_are_centred(objective):
-    rewards = torch.randn(6, 5, dtype=torch.float64)
+    rewards = normal(6, 5)
     alone = objective.linearize(rewards)
     torch.testing.assert_close(linearize_present(objective, rewards), alone - alone.mean(1, keepdim=True))
+    torch.testing.assert_close(objective.advantage(rewards), alone - alone.mean(1, keepdim=True))
     torch.testing.assert_close(value_present(objective, rewards), objective.value(rewards))
     assert linearize_present(objective, rewards[:0]).shape == (0, 5)
+
+
+# --- names of other things --------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "point": Form("point", lambda: ()),
+    "box": Form("box:WIDTH:SIDES", lambda width, sides=4: (width, sides), (float, int), 1),
+    "grid": Form("grid:ROWS:COLUMNS", lambda *sides: sides, (int, int), 2),
+}
+
+
+def test_names_of_any_forms():
+    assert split_name(" box:0.5:3 ", SHAPES, "shape") == ("box", ["0.5", "3"])
+    assert [parse_name(text, SHAPES, "shape") for text in ("point", "box:0.5", "box:1:3", "grid:2:3")] == [
+        (),
+        (0.5, 4),
+        (1.0, 3),
+        (2, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bx:1", "shape 'bx:1' is not known; expected one of point, box:WIDTH:SIDES, .*Did you mean 'box:WIDTH:SIDES'"),
+        ("point:1", "shape 'point:1' takes no argument; write 'point'"),
+        ("box:wide", "expected 'box:WIDTH:SIDES' with a number, got 'wide'"),
+        ("grid:2", "expected 'grid:ROWS:COLUMNS' with numbers, got '2'"),
+        ("grid:2:3:4", "got '2:3:4'"),
+    ],
+)
+def test_names_of_other_forms_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_name(text, SHAPES, "shape")

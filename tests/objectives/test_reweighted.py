@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from test_registry import exact
+from support import truths
+from support.truths import float64, normal
 
 from nlgrpo.objectives.advantages import advantages
 from nlgrpo.objectives.aggregation import combine
@@ -26,49 +27,41 @@ from nlgrpo.objectives.registry import (
     value_present,
 )
 
-REWARDS = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
-TIES = torch.tensor([0.3, 0.3, 2.0], dtype=torch.float64)
-PI = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64)  # logits
-Q = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-ANSWERS = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-KERNEL = torch.tensor([[1.0, 0.6, 0.1], [0.6, 1.0, 0.3], [0.1, 0.3, 1.0]], dtype=torch.float64)
+REWARDS = float64(0.3, -1.0, 2.0)
+TIES = float64(0.3, 0.3, 2.0)
+PI = float64(0.2, -0.4, 0.9)  # logits
+Q = float64(0.6, 0.3, 0.1)
+ANSWERS = float64(0.0, 1.0, 0.0)
+KERNEL = float64([1.0, 0.6, 0.1], [0.6, 1.0, 0.3], [0.1, 0.3, 1.0])
 
 
-def groups_of(q, M):
-    """All groups of M letters (K, M), and the probability that the sampler q draws each, (K,)."""
-    letters = torch.tensor(list(itertools.product(range(len(q)), repeat=M)))
-    return letters, q[letters].prod(-1)
+def values_of(objective, rewards):
+    """What the objective takes for the three letters."""
+    if objective.pairwise:
+        return KERNEL
+    return torch.stack([rewards, ANSWERS], -1) if objective.voted else rewards
 
 
 def inputs_of(objective, rewards, letters):
-    if objective.pairwise:
-        return KERNEL[letters[:, :, None], letters[:, None, :]]
-    return torch.stack([rewards, ANSWERS], -1)[letters] if objective.voted else rewards[letters]
+    return truths.inputs(objective, values_of(objective, rewards), letters)
 
 
 def expected(letters, chance, coefficients):
-    """E 1/M sum_j c_j d log pi(y_j) / d logits."""
-    scores = torch.eye(len(PI), dtype=PI.dtype)[letters] - PI.softmax(0)
-    return (chance[:, None, None] * coefficients[..., None] * scores).mean(1).sum(0)
+    return truths.expected_gradient(PI, letters, chance, coefficients)
 
 
-def expected_gradient(objective, rewards, M, baseline, q=Q):
-    letters, chance = groups_of(q, M)
-    w = (PI.softmax(0) / q)[letters]
+def expected_gradient(objective, rewards, M, baseline):
+    """Over all groups that the sampler Q draws."""
+    letters, chance = truths.all_groups(Q, M)
+    w = (PI.softmax(0) / Q)[letters]
     A = objective.reweighted_advantage(inputs_of(objective, rewards, letters), w, baseline)
     return expected(letters, chance, w * A)
 
 
 def true_gradient(objective, rewards):
-    logits = PI.clone().requires_grad_()
-    if isinstance(objective, OVER_ATOMS):
-        atoms = inputs_of(objective, rewards, torch.arange(3)[None])
-        slopes = objective.linearize(atoms, logits.detach().softmax(0))[0]  # dR/dpi, exact for probs
-        return torch.autograd.grad((slopes * logits.softmax(0)).sum(), logits)[0]
-    return torch.autograd.grad(exact(objective, rewards, logits.softmax(0)), logits)[0]
+    return truths.gradient(objective, values_of(objective, rewards), PI)[0]
 
 
-OVER_ATOMS = (MajorityVote, RaoDiversity, DPPDiversity)
 UNBIASED = [
     (BestOfN(1, "unbiased"), 2), (BestOfN(2, "unbiased"), 2), (BestOfN(2, "unbiased"), 4), (BestOfN(4, "unbiased"), 5),
     (WorstOfN(2, "unbiased"), 3), (WorstOfN(3, "unbiased"), 3), (MajorityVote(3, "unbiased"), 5), (RaoDiversity(), 4),
@@ -83,7 +76,7 @@ def test_estimates_over_subsets_are_unbiased_for_any_sampler(objective, M, basel
     ours = expected_gradient(objective, rewards, M, baseline)
     torch.testing.assert_close(ours, true_gradient(objective, rewards), atol=1e-12, rtol=1e-10)
     if objective.fewest <= M:  # without weights the same groups give another gradient
-        letters, chance = groups_of(Q, M)
+        letters, chance = truths.all_groups(Q, M)
         uncorrected = expected(letters, chance, objective.advantage(inputs_of(objective, rewards, letters), baseline))
         assert (uncorrected - true_gradient(objective, rewards)).norm() > 1e-3
 
@@ -99,10 +92,10 @@ def test_a_mixture_of_objectives_is_unbiased_for_any_sampler():
     """A weighted sum of several users' objectives, linearised and combined as a training step does."""
     users = [(BestOfN(2, "unbiased"), REWARDS, 0.5), (WorstOfN(2, "unbiased"), TIES, 0.3), (Mean(), -REWARDS, 0.2)]
     M = 4
-    letters, chance = groups_of(Q, M)
+    letters, chance = truths.all_groups(Q, M)
     w = (PI.softmax(0) / Q)[letters]
     terms = torch.stack([linearize_present(o, r[letters], "loo", w) for o, r, _ in users])
-    linear = combine(terms, torch.tensor([weight for *_, weight in users], dtype=torch.float64))
+    linear = combine(terms, float64(*(weight for *_, weight in users)))
     ours = expected(letters, chance, w * advantages(linear, baseline="none"))
     truth = sum(weight * true_gradient(o, r) for o, r, weight in users)
     torch.testing.assert_close(ours, truth, atol=1e-12, rtol=1e-10)
@@ -144,8 +137,8 @@ def test_weights_of_1_change_nothing(objective, baseline):
 @pytest.mark.parametrize("alpha", [0.05, 0.3, 0.5, 0.8])
 def test_cvar_averages_its_jump_over_the_part_of_each_sample(alpha):
     """The gap above the k-th smallest reward is weighted by the mean of f over that sample's part of [0, 1]."""
-    rewards = torch.tensor([[-1.0, 0.5, 2.0, 3.0]], dtype=torch.float64)
-    w = torch.tensor([[0.3, 1.1, 0.0, 0.6]], dtype=torch.float64)
+    rewards = float64([-1.0, 0.5, 2.0, 3.0])
+    w = float64([0.3, 1.1, 0.0, 0.6])
     ranks = torch.arange(200_000, dtype=torch.float64).add(0.5) / 200_000
     f = (ranks <= alpha).double() / alpha
     cdf = torch.cat([torch.zeros(1, dtype=torch.float64), (w / w.sum())[0].cumsum(0)])
@@ -157,7 +150,7 @@ def test_cvar_averages_its_jump_over_the_part_of_each_sample(alpha):
 
 @pytest.mark.parametrize("objective", [BestOfN(3, "unbiased"), BestOfN(3), WorstOfN(2, "unbiased"), Mean()], ids=str)
 def test_a_masked_sample_is_as_absent_to_the_others(objective):
-    rewards = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards = normal(4, 6, seed=1)
     w = torch.rand(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.5
     w[:, 2] = 0
     kept = [0, 1, 3, 4, 5]
@@ -191,8 +184,8 @@ def test_equal_rewards_have_advantages_of_0(objective):
 
 
 def test_missing_rewards_and_their_weights_are_left_out():
-    rewards = torch.tensor([[1.0, torch.nan, 3.0, 0.0], [2.0, 1.0, 5.0, 4.0]], dtype=torch.float64)
-    w = torch.tensor([[0.5, 9.0, 1.5, 2.0], [1.0, 0.2, 0.7, 1.1]], dtype=torch.float64)
+    rewards = float64([1.0, torch.nan, 3.0, 0.0], [2.0, 1.0, 5.0, 4.0])
+    w = float64([0.5, 9.0, 1.5, 2.0], [1.0, 0.2, 0.7, 1.1])
     objective, kept = BestOfN(2, "unbiased"), [0, 2, 3]
     linear = linearize_present(objective, rewards, "mean", w)
     alone = objective.reweighted_advantage(rewards[:1, kept], w[:1, kept])

@@ -18,7 +18,8 @@ S = np.linspace(0.0, 1.0, 40_001)[1:-1]
 # u and 1 - u, both exact near 0
 U = np.sin(np.pi * S / 2) ** 2
 W = np.cos(np.pi * S / 2) ** 2
-SLOPE = np.pi / 2 * np.sin(np.pi * S)  # du / ds
+# du / ds
+SLOPE = np.pi / 2 * np.sin(np.pi * S)
 
 
 def points() -> tuple[Tensor, Tensor]:
@@ -50,18 +51,26 @@ class Density:
     @property
     def kl(self) -> float:
         """KL to the uniform density."""
-        return float(below(np.where(self.f > 0, self.f * np.log(np.maximum(self.f, 1e-300)), 0.0))[-1])
+        log_f = np.log(np.maximum(self.f, 1e-300))
+        return float(below(np.where(self.f > 0, self.f * log_f, 0.0))[-1])
 
     def win_rate(self, n: int, *, worst: bool = False) -> float:
         """P(the best of n beats the best of n of the reference), or the worst the worst."""
         if worst:
-            wins = n * self.f * (1 - self.F) ** (n - 1) * -np.expm1(n * np.log(W))  # 1 - (1 - u)^n
+            chosen = n * self.f * (1 - self.F) ** (n - 1)
+            # 1 - (1 - u)^n
+            wins = -np.expm1(n * np.log(W))
         else:
-            wins = n * self.f * self.F ** (n - 1) * U**n
-        return float(below(wins)[-1])
+            chosen = n * self.f * self.F ** (n - 1)
+            wins = U**n
+        return float(below(chosen * wins)[-1])
 
     def corollary_2(self, n: int, *, worst: bool = False) -> np.ndarray:
         """-n^2 int_u^1 (v F(v))^{n-1} dv, or with (1 - v)(1 - F(v)) for worst-of-n, at the points of the grid."""
-        inner = (W * (1 - self.F)) ** (n - 1) if worst else (U * self.F) ** (n - 1)
+        if worst:
+            inner = (W * (1 - self.F)) ** (n - 1)
+        else:
+            inner = (U * self.F) ** (n - 1)
         up_to = below(inner)
-        return -(float(n) ** 2) * (up_to[-1] - up_to[:-1])
+        above = up_to[-1] - up_to[:-1]
+        return -(float(n) ** 2) * above

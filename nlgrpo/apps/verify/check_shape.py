@@ -55,7 +55,8 @@ def _pairs(count: int, A: int = 6) -> tuple[Tensor, Tensor]:
     """Pairs of random policies (count, A), from nearly uniform to nearly deterministic."""
     generator = torch.Generator().manual_seed(0)
     sharpness = torch.rand(2, count, 1, generator=generator, dtype=torch.float64) * 5
-    here, there = (torch.randn(2, count, A, generator=generator, dtype=torch.float64) * sharpness).softmax(-1)
+    logits = torch.randn(2, count, A, generator=generator, dtype=torch.float64) * sharpness
+    here, there = logits.softmax(-1)
     return here, there
 
 
@@ -68,32 +69,42 @@ def lemma_5_4(quick: bool) -> Proof:
     Objectives that the lemma excludes must violate it; the largest violation is measured.
     """
     here, there = _pairs(2_000 if quick else 20_000)
+    rewards = ATOMS[0]
     concave = [Mean(), BestOfN(2), BestOfN(8), BestOfPoisson(4.0), Distortion(rising), EntropicRisk(3.0)]
-    aggregates = [WeightedSum((0.3, 0.7)), Min(), SmoothMin(8.0, (0.3, 0.7))]
-    outside = [WorstOfN(4), CVaR(0.3), Distortion(hump), SoftBestOfN(0.1), EntropicRisk(-3.0)]
+    excluded = [WorstOfN(4), CVaR(0.3), Distortion(hump), SoftBestOfN(0.1), EntropicRisk(-3.0)]
     results = []
     for objective in concave:
-        value = partial(_value, objective, ATOMS[0])
         source = "App. C" if isinstance(objective, EntropicRisk) else "Lemma 5.4"
-        results.append(_concave(objective.name, source, _excess(value, here, there)))
-    similarity = partial(_value, RaoDiversity(), (-(ATOMS[0][:, None] - ATOMS[0]).square()).exp())
-    results.append(_concave("rao with a positive kernel", "App. C", _excess(similarity, here, there)))
-    for aggregate in aggregates:
-        text = f"{type(aggregate).__name__} of two bon:4"
-        results.append(_concave(text, "Sec. 5.3", _excess(partial(_joint, aggregate, BestOfN(4)), here, there)))
-    for objective in outside:
-        value = partial(_value, objective, ATOMS[0])
-        above = _excess(value, here, there)
-        below = _excess(partial(_negative, value), here, there)
-        note = "convex" if below < 1e-12 else "neither concave nor convex"
-        claim = f"{objective.name} is not concave"
-        quantity = "largest violation"
-        results.append(Result(claim, "not in Lemma 5.4", quantity, above, at_least=1e-3, note=note))
+        violation = _violation(partial(_value, objective, rewards), here, there)
+        results.append(_concave(objective.name, source, violation))
+
+    kernel = tabular.similarity(rewards)
+    violation = _violation(partial(_value, RaoDiversity(), kernel), here, there)
+    results.append(_concave("rao with a positive kernel", "App. C", violation))
+
+    for aggregate in (WeightedSum((0.3, 0.7)), Min(), SmoothMin(8.0, (0.3, 0.7))):
+        violation = _violation(partial(_joint, aggregate, BestOfN(4)), here, there)
+        results.append(_concave(f"{type(aggregate).__name__} of two bon:4", "Sec. 5.3", violation))
+
+    for objective in excluded:
+        value = partial(_value, objective, rewards)
+        violation = _violation(value, here, there)
+        convex = _violation(partial(_negative, value), here, there) < 1e-12
+        results.append(
+            Result(
+                f"{objective.name} is not concave",
+                "not in Lemma 5.4",
+                "largest violation",
+                violation,
+                at_least=1e-3,
+                note="convex" if convex else "neither concave nor convex",
+            )
+        )
     return Proof(results)
 
 
-def _negative(value: Callable[[Tensor], Tensor], probs: Tensor) -> Tensor:
-    return -value(probs)
+def _concave(name: str, source: str, violation: float) -> Result:
+    return Result(f"{name} is concave", source, "largest violation", violation, at_most=1e-12)
 
 
 def _value(objective: Objective, values: Tensor, probs: Tensor) -> Tensor:
@@ -101,20 +112,26 @@ def _value(objective: Objective, values: Tensor, probs: Tensor) -> Tensor:
     return objective.value(values.expand(len(probs), *values.shape), probs)
 
 
+def _negative(value: Callable[[Tensor], Tensor], probs: Tensor) -> Tensor:
+    return -value(probs)
+
+
 def _joint(aggregate: Aggregate, objective: Objective, probs: Tensor) -> Tensor:
-    return aggregate.value(torch.stack([_value(objective, rewards, probs) for rewards in ATOMS]))
+    """Aggregate of an objective of both rewards at policies (P, A): (P,)."""
+    of_each = [_value(objective, rewards, probs) for rewards in ATOMS]
+    return aggregate.value(torch.stack(of_each))
 
 
-def _excess(value: Callable[[Tensor], Tensor], here: Tensor, there: Tensor) -> float:
+def _violation(value: Callable[[Tensor], Tensor], here: Tensor, there: Tensor) -> float:
     """Largest l R[pi] + (1 - l) R[pi'] - R[l pi + (1 - l) pi']: at most 0 for a concave R."""
     start = value(here)
     end = value(there)
-    chords = [(s * start + (1 - s) * end - value(s * here + (1 - s) * there)).max() for s in (0.1, 0.3, 0.5, 0.7, 0.9)]
-    return torch.stack(chords).max().item()
-
-
-def _concave(text: str, source: str, excess: float) -> Result:
-    return Result(f"{text} is concave", source, "largest violation", excess, at_most=1e-12)
+    largest = []
+    for s in (0.1, 0.3, 0.5, 0.7, 0.9):
+        chord = s * start + (1 - s) * end
+        between = value(s * here + (1 - s) * there)
+        largest.append((chord - between).max())
+    return torch.stack(largest).max().item()
 
 
 def lemma_5_5(quick: bool) -> Proof:
@@ -124,25 +141,36 @@ def lemma_5_5(quick: bool) -> Proof:
     """
     here, far = _pairs(2_000 if quick else 20_000)
     pairs = [(here, here + s * (far - here)) for s in (0.05, 0.3, 1.0)]
-    two = torch.tensor([[0.5, 0, 0, 0, 0, 0.5], [0.49, 0, 0, 0, 0, 0.51]], dtype=torch.float64)
-    pairs.append((two[:1], two[1:]))  # where the bound is tight for best-of-2
-    shares = {o.name: max(_smoothness(o, *pair) for pair in pairs) / lipschitz(o) for o in RANKED}
+    # where the bound is tight for best-of-2
+    tight = torch.tensor([[0.5, 0, 0, 0, 0, 0.5]], dtype=torch.float64)
+    near = torch.tensor([[0.49, 0, 0, 0, 0, 0.51]], dtype=torch.float64)
+    pairs.append((tight, near))
+
+    # L / (L_f r_max)
+    shares = {}
+    for objective in RANKED:
+        needed = max(_smoothness(objective, pi, other) for pi, other in pairs)
+        shares[objective.name] = needed / lipschitz(objective)
+    share = max(shares.values())
     note = ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
-    needed = max(shares.values())
     quantity = "largest required L / (L_f r_max)"
-    return Proof([
-        Result("Smooth relative to the KL", "Lemma 5.5", quantity, needed, at_most=1.0, note=note),
-        Result("Also with a quarter of the lemma's constant", "`lemma_5_5`", quantity, needed, at_most=0.25 + 1e-9),
-    ])  # fmt: skip
+    quarter = "Also with a quarter of the lemma's constant"
+    return Proof(
+        [
+            Result("Smooth relative to the KL", "Lemma 5.5", quantity, share, at_most=1.0, note=note),
+            Result(quarter, "`lemma_5_5`", quantity, share, at_most=0.25 + 1e-9),
+        ]
+    )
 
 
 def _smoothness(objective: Objective, here: Tensor, there: Tensor) -> float:
     """Smallest L that is valid for all pairs: distance from the tangent divided by KL[pi' | pi]; rewards of range 1."""
-    step = there - here
-    linear = objective.linearize(ATOMS[0].expand_as(here), here)
-    tangent = _value(objective, ATOMS[0], here) + (linear * step).sum(-1) - _value(objective, ATOMS[0], there)
+    rewards = ATOMS[0]
+    linear = objective.linearize(rewards.expand_as(here), here)
+    tangent = _value(objective, rewards, here) + (linear * (there - here)).sum(-1)
+    distance = tangent - _value(objective, rewards, there)
     divergence = tabular.kl(there.log(), here.log())
-    return (tangent / divergence)[divergence > 1e-8].max().item()
+    return (distance / divergence)[divergence > 1e-8].max().item()
 
 
 # --- a group's first variation (Lemma 5.6) ----------------------------------------------------------------------------
@@ -157,37 +185,53 @@ def lemma_5_6(quick: bool) -> Proof:
     """
     sizes = [16, 32, 64] if quick else [8, 16, 32, 64, 128]
     trials = 2_000 if quick else 10_000
+
+    all_of_three = [_frequencies(*tabular.all_counts(THREE, M)) for M in sizes]
+    where = "3 atoms, all groups"
+    shares = _shares_of_bound(THREE_REWARDS[0], THREE, sizes, all_of_three)
+    results = _error_results(where, sizes, shares)
+    drawn = {where: shares}
+
     uniform = torch.full((200,), 1 / 200, dtype=torch.float64)
-    counted = {M: _frequencies(*tabular.all_counts(THREE, M)) for M in sizes}
-    drawn = {M: _drawn_frequencies(200, M, trials) for M in sizes}
-    results = []
-    lines = {}
-    for where, probs, rewards, groups in (
-        ("3 atoms, all groups", THREE, THREE_REWARDS[0], counted),
-        ("200 cells, random groups", uniform, tabular.cells(200), drawn),
-    ):
-        shares = {o.name: [_share_of_bound(o, rewards, probs, M, *groups[M]) for M in sizes] for o in RANKED}
-        results += _error_results(where, sizes, shares)
-        lines[where] = shares
-    two = torch.tensor([0.0, 1.0]).double()
-    fair = torch.tensor([0.5, 0.5]).double()
-    exactly = [_share_of_bound(BestOfN(2), two, fair, M, *_frequencies(*tabular.all_counts(fair, M))) for M in sizes]
-    off = max(abs(share - 1 / 16) for share in exactly)
+    random = [_drawn_frequencies(200, M, trials) for M in sizes]
+    where = "200 cells, random groups"
+    shares = _shares_of_bound(tabular.cells(200), uniform, sizes, random)
+    results += _error_results(where, sizes, shares)
+    drawn[where] = shares
+
+    two = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    fair = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    off = 0.0
+    for M in sizes:
+        share = _share_of_bound(BestOfN(2), two, fair, M, *_frequencies(*tabular.all_counts(fair, M)))
+        off = max(off, abs(share - 1 / 16))
     claim = "bon:2, two equal atoms: 1/16 of the bound"
     results.append(Result(claim, "Lemma 5.6", "|error / bound - 1/16|, largest", off, at_most=1e-12))
-    return Proof(results, {"sizes": sizes, "shares": lines})
+    return Proof(results, {"sizes": sizes, "shares": drawn})
 
 
 def _error_results(where: str, sizes: Sequence[int], shares: dict[str, list[float]]) -> list[Result]:
     largest = max(max(share) for share in shares.values())
     orders = [1 + math.log2(share[-2] / share[-1]) for share in shares.values()]
     order = max(orders, key=lambda p: abs(p - 1))
-    note = f"{', '.join(shares)}; M = {sizes[0]} to {sizes[-1]}"
-    within = Result(f"Error within the bound: {where}", "Lemma 5.6", "error / bound, largest", largest,
-                    at_most=1.0, note=note)  # fmt: skip
-    decay = Result(f"Error is O(1/M): {where}", "Lemma 5.6", f"p of M^-p, M = {sizes[-2]} to {sizes[-1]}", order,
-                   at_least=0.8, at_most=1.2)  # fmt: skip
-    return [within, decay]
+    return [
+        Result(
+            f"Error within the bound: {where}",
+            "Lemma 5.6",
+            "error / bound, largest",
+            largest,
+            at_most=1.0,
+            note=f"{', '.join(shares)}; M = {sizes[0]} to {sizes[-1]}",
+        ),
+        Result(
+            f"Error is O(1/M): {where}",
+            "Lemma 5.6",
+            f"p of M^-p, M = {sizes[-2]} to {sizes[-1]}",
+            order,
+            at_least=0.8,
+            at_most=1.2,
+        ),
+    ]
 
 
 def _frequencies(atoms: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,15 +240,34 @@ def _frequencies(atoms: Tensor, chance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _drawn_frequencies(A: int, M: int, trials: int) -> tuple[Tensor, Tensor]:
+    """The same for random groups of M equally likely atoms."""
     atoms = torch.randint(A, (trials, M), generator=torch.Generator().manual_seed(M))
-    counts = torch.zeros(trials, A, dtype=torch.float64).scatter_add(1, atoms, torch.ones(trials, M).double())
-    return counts / M, torch.full((trials,), 1 / trials, dtype=torch.float64)
+    ones = torch.ones(trials, M, dtype=torch.float64)
+    counts = torch.zeros(trials, A, dtype=torch.float64).scatter_add(1, atoms, ones)
+    chance = torch.full((trials,), 1 / trials, dtype=torch.float64)
+    return counts / M, chance
+
+
+def _shares_of_bound(
+    rewards: Tensor, probs: Tensor, sizes: Sequence[int], groups: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, list[float]]:
+    """Name of an objective: `_share_of_bound` at each M."""
+    shares = {}
+    for objective in RANKED:
+        of_each = []
+        for M, (frequencies, chance) in zip(sizes, groups, strict=True):
+            of_each.append(_share_of_bound(objective, rewards, probs, M, frequencies, chance))
+        shares[objective.name] = of_each
+    return shares
 
 
 def _share_of_bound(
-    objective: RankBased, rewards: Tensor, probs: Tensor, M: int, groups: Tensor, chance: Tensor
+    objective: RankBased, rewards: Tensor, probs: Tensor, M: int, frequencies: Tensor, chance: Tensor
 ) -> float:
     """E |dR[pi^] - dR[pi]|_sp^2 over the groups, divided by L_f^2 r_max^2 / M."""
-    error = objective.linearize(rewards.expand_as(groups), groups) - objective.linearize(rewards[None], probs)
-    expected = (chance * ((error.amax(1) - error.amin(1)) / 2).square()).sum().item()
-    return expected * M / (lipschitz(objective) * (rewards.max() - rewards.min()).item()) ** 2
+    truth = objective.linearize(rewards[None], probs)
+    error = objective.linearize(rewards.expand_as(frequencies), frequencies) - truth
+    half_span = (error.amax(1) - error.amin(1)) / 2
+    expected = (chance * half_span.square()).sum().item()
+    r_max = (rewards.max() - rewards.min()).item()
+    return expected * M / (lipschitz(objective) * r_max) ** 2

@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 
+def all_draws(A: int, n: int) -> Tensor:
+    """All A^n sequences of n draws from A atoms, (A^n, n) int64."""
+    return torch.tensor(list(itertools.product(range(A), repeat=n)))
+
+
 def expectation(rewards: Tensor, probs: Tensor) -> Tensor:
     """E r."""
     return (probs * rewards).sum(-1)
@@ -21,32 +26,45 @@ def expectation(rewards: Tensor, probs: Tensor) -> Tensor:
 
 def best_of(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
     """E max of n draws, over all A^n draws."""
-    draws = _draws(rewards, n)
-    return (probs[draws].prod(-1) * rewards[draws].amax(-1)).sum()
+    draws = all_draws(len(rewards), n)
+    chance = probs[draws].prod(-1)
+    chosen = rewards[draws].amax(-1)
+    return (chance * chosen).sum()
 
 
 def worst_of(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
     """E min of n draws, over all A^n draws."""
-    draws = _draws(rewards, n)
-    return (probs[draws].prod(-1) * rewards[draws].amin(-1)).sum()
+    draws = all_draws(len(rewards), n)
+    chance = probs[draws].prod(-1)
+    chosen = rewards[draws].amin(-1)
+    return (chance * chosen).sum()
 
 
 def best_of_cells(rewards: Tensor, probs: Tensor, n: int) -> Tensor:
     """E max of n draws from P(max <= r) = C(r)^n: r_max - int C(r)^n dr (IAMA, H.3). ``probs`` (..., A)."""
     order = rewards.argsort()
-    at_most = probs[..., order].cumsum(-1)[..., :-1]
-    return rewards[order[-1]] - (at_most**n * rewards[order].diff()).sum(-1)
+    highest = rewards[order[-1]]
+    widths = rewards[order].diff()
+    cdf = probs[..., order].cumsum(-1)[..., :-1]
+    return highest - (cdf**n * widths).sum(-1)
 
 
 def best_of_poisson(rewards: Tensor, probs: Tensor, rate: float, most: int = 80) -> Tensor:
     """E max of K draws, K ~ Poisson(rate), 0 if K = 0: the first ``most`` terms of the series."""
-    chances = [math.exp(k * math.log(rate) - rate - math.lgamma(k + 1)) for k in range(1, most)]
-    return torch.stack([chance * best_of_cells(rewards, probs, k) for k, chance in enumerate(chances, 1)]).sum()
+    terms = []
+    for k in range(1, most):
+        chance = math.exp(k * math.log(rate) - rate - math.lgamma(k + 1))
+        terms.append(chance * best_of_cells(rewards, probs, k))
+    return torch.stack(terms).sum()
 
 
 def lower_tail(rewards: Tensor, probs: Tensor, alpha: float) -> Tensor:
     """Mean of the lowest share alpha: max_t t - E (t - r)_+ / alpha, reached at an atom (Rockafellar and Uryasev)."""
-    return torch.stack([t - (probs * (t - rewards).clamp(min=0)).sum() / alpha for t in rewards]).max()
+    candidates = []
+    for t in rewards:
+        shortfall = (t - rewards).clamp(min=0)
+        candidates.append(t - (probs * shortfall).sum() / alpha)
+    return torch.stack(candidates).max()
 
 
 def tilted(rewards: Tensor, probs: Tensor, tau: float) -> Tensor:
@@ -67,14 +85,17 @@ def hump(rewards: Tensor, probs: Tensor) -> Tensor:
 
 def rao(kernel: Tensor, probs: Tensor) -> Tensor:
     """-E k(y, y'), over all pairs."""
-    return -(probs[:, None] * probs[None, :] * kernel).sum()
+    pairs = probs[:, None] * probs[None, :]
+    return -(pairs * kernel).sum()
 
 
 def log_volume(kernel: Tensor, probs: Tensor, n: int, eps: float) -> Tensor:
     """E log det(K + eps I) of n draws, over all A^n draws."""
-    draws = _draws(kernel, n)
-    minors = kernel[draws[:, :, None], draws[:, None, :]] + eps * torch.eye(n, dtype=kernel.dtype)
-    return (probs[draws].prod(-1) * torch.logdet(minors)).sum()
+    draws = all_draws(len(kernel), n)
+    chance = probs[draws].prod(-1)
+    minors = kernel[draws[:, :, None], draws[:, None, :]]
+    volumes = torch.logdet(minors + eps * torch.eye(n, dtype=kernel.dtype))
+    return (chance * volumes).sum()
 
 
 # --- the response that best-of-N and worst-of-N choose ----------------------------------------------------------------
@@ -82,15 +103,18 @@ def log_volume(kernel: Tensor, probs: Tensor, n: int, eps: float) -> Tensor:
 
 def chosen(order: Tensor, probs: Tensor, n: int) -> Tensor:
     """P(the highest of n draws is a) for each atom a, over all A^n draws. ``order`` (A,) has no ties."""
-    draws = _draws(order, n)
-    highest = draws.gather(1, order[draws].argmax(-1, keepdim=True))[:, 0]
-    return torch.zeros_like(probs).index_add(0, highest, probs[draws].prod(-1))
+    draws = all_draws(len(order), n)
+    chance = probs[draws].prod(-1)
+    place = order[draws].argmax(-1, keepdim=True)
+    highest = draws.gather(1, place)[:, 0]
+    return torch.zeros_like(probs).index_add(0, highest, chance)
 
 
-def best_of_masses(at_most: Tensor, n: int) -> Tensor:
+def best_of_masses(cdf: Tensor, n: int) -> Tensor:
     """P(the best of n is a) of ordered atoms from their CDF (..., A): C(a)^n minus that of the atom below."""
-    powers = at_most**n
-    return powers.diff(dim=-1, prepend=torch.zeros_like(powers[..., :1]))
+    cdf_of_best = cdf**n
+    nothing = torch.zeros_like(cdf[..., :1])
+    return cdf_of_best.diff(dim=-1, prepend=nothing)
 
 
 def divergence(probs: Tensor, reference: Tensor) -> Tensor:
@@ -98,16 +122,21 @@ def divergence(probs: Tensor, reference: Tensor) -> Tensor:
     return torch.special.xlogy(probs, probs / reference).sum(-1)
 
 
+def wins(ours: Tensor, theirs: Tensor) -> Tensor:
+    """1 where ours is larger, 1/2 where both are equal, 0 where theirs is larger."""
+    return (ours > theirs).double() + (ours == theirs).double() / 2
+
+
 def win_rate(rewards: Tensor, probs: Tensor, reference: Tensor, n: int, *, worst: bool = False) -> Tensor:
     """P(best of n of ``probs`` beats best of n of ``reference``), ties counting 1/2, over all A^n by A^n draws.
 
     InfAlign, Definition 4; ``worst``: worst of n against worst of n.
     """
-    draws = _draws(rewards, n)
-    of_each = rewards[draws].amin(-1) if worst else rewards[draws].amax(-1)
-    wins = (of_each[:, None] > of_each[None]).double() + (of_each[:, None] == of_each[None]).double() / 2
-    return (probs[draws].prod(-1)[:, None] * reference[draws].prod(-1)[None] * wins).sum()
-
-
-def _draws(atoms: Tensor, n: int) -> Tensor:
-    return torch.tensor(list(itertools.product(range(len(atoms)), repeat=n)))
+    draws = all_draws(len(rewards), n)
+    if worst:
+        chosen = rewards[draws].amin(-1)
+    else:
+        chosen = rewards[draws].amax(-1)
+    chance_ours = probs[draws].prod(-1)[:, None]
+    chance_theirs = reference[draws].prod(-1)[None, :]
+    return (chance_ours * chance_theirs * wins(chosen[:, None], chosen[None, :])).sum()

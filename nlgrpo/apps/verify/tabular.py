@@ -10,10 +10,12 @@ import itertools
 import torch
 from torch import Tensor
 
+from nlgrpo.apps.verify import exact
+
 
 def all_groups(probs: Tensor, M: int) -> tuple[Tensor, Tensor]:
     """All G = A^M groups of M draws from ``probs`` (A,): atoms (G, M), int64, and probabilities (G,)."""
-    atoms = torch.tensor(list(itertools.product(range(len(probs)), repeat=M)))
+    atoms = exact.all_draws(len(probs), M)
     return atoms, probs[atoms].prod(-1)
 
 
@@ -22,19 +24,33 @@ def all_counts(probs: Tensor, M: int) -> tuple[Tensor, Tensor]:
 
     For functions that do not depend on the order of a group. Feasible up to about 100 samples of three atoms.
     """
-    bars = list(itertools.combinations(range(M + len(probs) - 1), len(probs) - 1))
-    ends = torch.tensor([(-1, *bar, M + len(probs) - 1) for bar in bars])
-    counts = ends.diff(dim=1) - 1
-    counted = counts.double()
-    arrangements = torch.lgamma(torch.tensor(M + 1.0, dtype=torch.float64)) - torch.lgamma(counted + 1).sum(1)
-    chance = (arrangements + torch.special.xlogy(counted, probs.double()).sum(1)).exp()
-    atoms = torch.arange(len(probs)).repeat(len(counts)).repeat_interleave(counts.flatten())
-    return atoms.view(-1, M), chance
+    A = len(probs)
+    # stars and bars: the counts are the gaps between A - 1 bars at M + A - 1 places
+    places = M + A - 1
+    bars = torch.tensor(list(itertools.combinations(range(places), A - 1)))
+    before = torch.full((len(bars), 1), -1)
+    after = torch.full((len(bars), 1), places)
+    counts = torch.cat((before, bars, after), 1).diff(dim=1) - 1
+    atoms = torch.arange(A).repeat(len(counts)).repeat_interleave(counts.flatten()).view(-1, M)
+
+    # M! / (c_1! .. c_A!) p_1^c_1 .. p_A^c_A
+    c = counts.double()
+    log_orders = torch.lgamma(torch.tensor(M + 1.0, dtype=torch.float64)) - torch.lgamma(c + 1).sum(1)
+    log_chance = torch.special.xlogy(c, probs.double()).sum(1)
+    return atoms, (log_orders + log_chance).exp()
 
 
 def seen(values: Tensor, atoms: Tensor) -> Tensor:
     """Values of groups ``atoms`` (G, M): rewards (A,) -> (G, M), or a kernel matrix (A, A) -> (G, M, M)."""
-    return values[atoms] if values.ndim == 1 else values[atoms[:, :, None], atoms[:, None, :]]
+    if values.ndim == 1:
+        return values[atoms]
+    return values[atoms[:, :, None], atoms[:, None, :]]
+
+
+def similarity(places: Tensor) -> Tensor:
+    """Gaussian similarities e^{-(x - x')^2} of atoms with coordinates (A,): a kernel matrix (A, A)."""
+    distance = places[:, None] - places[None, :]
+    return (-distance.square()).exp()
 
 
 def expected_gradient(atoms: Tensor, chance: Tensor, advantages: Tensor, probs: Tensor) -> Tensor:
@@ -43,8 +59,11 @@ def expected_gradient(atoms: Tensor, chance: Tensor, advantages: Tensor, probs: 
     d log pi(y) / d logits = onehot(y) - pi.
     """
     weights = chance[:, None] * advantages / atoms.shape[1]
-    per_atom = torch.stack([torch.where(atoms == a, weights, 0.0).sum() for a in range(len(probs))])  # pairwise sums
-    return per_atom - weights.sum() * probs
+    per_atom = []
+    for a in range(len(probs)):
+        # not index_add: `sum` adds pairwise, with smaller rounding errors
+        per_atom.append(torch.where(atoms == a, weights, 0.0).sum())
+    return torch.stack(per_atom) - weights.sum() * probs
 
 
 def cells(K: int) -> Tensor:
@@ -54,7 +73,14 @@ def cells(K: int) -> Tensor:
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL[p | q] over the last dimension; atoms with p = 0 contribute 0."""
-    return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
+    terms = log_p.exp() * (log_p - log_q)
+    return torch.where(log_p == -torch.inf, 0.0, terms).sum(-1)
+
+
+def reference_and_start(K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of two random policies over K cells, (1, K) each."""
+    reference, start = torch.randn(2, 1, K, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return reference, start
 
 
 def proximal_step(log_pi: Tensor, linear: Tensor, log_ref: Tensor, *, L: float, beta: Tensor | float) -> Tensor:
@@ -64,7 +90,8 @@ def proximal_step(log_pi: Tensor, linear: Tensor, log_ref: Tensor, *, L: float, 
 
     Shapes: (..., A); ``beta`` may be (..., 1). The step size is 1/L.
     """
-    return ((L * log_pi + beta * log_ref + linear) / (L + beta)).log_softmax(-1)
+    exponent = L * log_pi + beta * log_ref + linear
+    return (exponent / (L + beta)).log_softmax(-1)
 
 
 def budget_step(log_pi: Tensor, linear: Tensor, log_ref: Tensor, *, L: float, budget: float) -> Tensor:
@@ -73,13 +100,20 @@ def budget_step(log_pi: Tensor, linear: Tensor, log_ref: Tensor, *, L: float, bu
     The multiplier of the constraint, one beta per row, is found by bisection of its logarithm; it is 0 if the
     constraint is inactive. The returned end of the bracket satisfies the constraint.
     """
-    free = proximal_step(log_pi, linear, log_ref, L=L, beta=0.0)
+
+    def step(beta: Tensor | float) -> tuple[Tensor, Tensor]:
+        """The update with this multiplier, and which rows exceed the budget, (P, 1)."""
+        log_p = proximal_step(log_pi, linear, log_ref, L=L, beta=beta)
+        return log_p, kl(log_p, log_ref)[:, None] > budget
+
+    # bounds of log beta
     low = torch.full_like(linear[:, :1], -20.0)
     high = torch.full_like(linear[:, :1], 20.0)
     for _ in range(50):
         middle = (low + high) / 2
-        over = kl(proximal_step(log_pi, linear, log_ref, L=L, beta=middle.exp()), log_ref)[:, None] > budget
+        _, over = step(middle.exp())
         low = torch.where(over, middle, low)
         high = torch.where(over, high, middle)
-    bound = proximal_step(log_pi, linear, log_ref, L=L, beta=high.exp())
-    return torch.where(kl(free, log_ref)[:, None] > budget, bound, free)
+    bound, _ = step(high.exp())
+    free, active = step(0.0)
+    return torch.where(active, bound, free)

@@ -17,14 +17,19 @@ Policy = list[Tensor]
 def random_policy(A: int, H: int, sharpness: float, seed: int) -> Policy:
     """Policy with logits ``sharpness`` times normal; 0 is the uniform policy."""
     generator = torch.Generator().manual_seed(seed)
-    return [(sharpness * torch.randn(A**h, A, generator=generator, dtype=torch.float64)).softmax(-1) for h in range(H)]
+    policy = []
+    for h in range(H):
+        logits = sharpness * torch.randn(A**h, A, generator=generator, dtype=torch.float64)
+        policy.append(logits.softmax(-1))
+    return policy
 
 
 def values(policy: Policy, rewards: Tensor) -> list[Tensor]:
     """V^pi of all prefixes by backward induction, V_h(s) = sum_a pi(a|s) V_{h+1}(s a), from ``rewards`` (..., A^H)."""
     found = [rewards]
     for step in reversed(policy):
-        found.append((step * found[-1].unflatten(-1, step.shape[-2:])).sum(-1))
+        after = found[-1].unflatten(-1, step.shape[-2:])
+        found.append((step * after).sum(-1))
     return found[::-1]
 
 
@@ -32,16 +37,18 @@ def best_values(policy: Policy, rewards: Tensor) -> list[Tensor]:
     """V*: the largest reward that can still be reached from each prefix."""
     found = [rewards]
     for step in reversed(policy):
-        found.append(found[-1].unflatten(-1, step.shape[-2:]).amax(-1))
+        after = found[-1].unflatten(-1, step.shape[-2:])
+        found.append(after.amax(-1))
     return found[::-1]
 
 
 def reweighted(policy: Policy, of: Sequence[Tensor], beta: Tensor | float) -> Policy:
     """pi(a|s) e^{V(s a) / beta} / Z(s): one update of IRO (Eq. 5). ``beta`` may be (..., 1, 1)."""
-    return [
-        (step.log() + after.unflatten(-1, step.shape[-2:]) / beta).softmax(-1)
-        for step, after in zip(policy, of[1:], strict=True)
-    ]
+    updated = []
+    for step, V in zip(policy, of[1:], strict=True):
+        after = V.unflatten(-1, step.shape[-2:])
+        updated.append((step.log() + after / beta).softmax(-1))
+    return updated
 
 
 def leaf_probs(policy: Policy) -> Tensor:
@@ -54,7 +61,8 @@ def leaf_probs(policy: Policy) -> Tensor:
 
 def concentrability(policy: Policy, rewards: Tensor) -> float:
     """C_ST of IRO's Assumption 2: the largest d^{pi*}(s, a) / d^{pi}(s, a). pi* is deterministic: 1 / P(best leaf)."""
-    return 1 / leaf_probs(policy)[rewards.argmax()].item()
+    best = rewards.argmax()
+    return 1 / leaf_probs(policy)[best].item()
 
 
 def number(tokens: Sequence[int], A: int) -> int:

@@ -17,16 +17,17 @@ DASHES = ("-", "--")
 
 def plugin(sizes: Sequence[int], biases: Mapping[str, Sequence[float]]) -> Figure:
     """Draw the bias of the plug-in gradient over M, with the line 1/M."""
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _one_panel()
     for i, (name, bias) in enumerate(biases.items()):
-        axes.plot(sizes, bias, DASHES[i // 6], color=COLOURS[i % 6], marker=MARKERS[i % 6], markersize=4, label=name)
-    _guide(axes, sizes, 0.5 * min(bias[0] for bias in biases.values()))
+        dash = DASHES[i // 6]
+        axes.plot(sizes, bias, dash, color=COLOURS[i % 6], marker=MARKERS[i % 6], markersize=4, label=name)
+    start = 0.5 * min(bias[0] for bias in biases.values())
+    axes.plot(sizes, [start * sizes[0] / M for M in sizes], ":", color=GREY, linewidth=1.4, label="1/M")
     _doubling(axes, sizes, "M (samples per group)")
     axes.set_yscale("log")
     axes.set_ylabel("relative bias")
     axes.set_title("Bias of the plug-in gradient (all groups from 3 atoms)")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure
 
 
@@ -51,12 +52,23 @@ def linearised_loss(sizes: Sequence[int], plugin: Errors, unbiased: Errors) -> F
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, len(plugin), sharey=True)
     for axes, (n, errors) in zip(panels, plugin.items(), strict=True):
-        bias, variance = (np.array([error[k] ** 2 for error in errors.values()]) for k in (0, 1))
-        axes.fill_between(sizes, 0, bias, color=COLOURS[1], alpha=0.35, linewidth=0, label="bias²")
-        axes.fill_between(sizes, bias, bias + variance, color=COLOURS[0], alpha=0.25, linewidth=0, label="variance")
-        axes.plot(sizes, bias + variance, color=COLOURS[0], marker="o", markersize=4, label="plug-in, total")
-        exact = {M: error[0] ** 2 + error[1] ** 2 for M, error in unbiased[n].items()}
-        axes.plot(list(exact), list(exact.values()), "--", color=COLOURS[2], marker="s", markersize=4, label="unbiased")
+        squared_bias = np.array([bias**2 for bias, _ in errors.values()])
+        variance = np.array([std**2 for _, std in errors.values()])
+        total = squared_bias + variance
+        axes.fill_between(sizes, 0, squared_bias, color=COLOURS[1], alpha=0.35, linewidth=0, label="bias²")
+        axes.fill_between(sizes, squared_bias, total, color=COLOURS[0], alpha=0.25, linewidth=0, label="variance")
+        axes.plot(sizes, total, color=COLOURS[0], marker="o", markersize=4, label="plug-in, total")
+        sizes_of_unbiased = list(unbiased[n])
+        unbiased_total = [bias**2 + std**2 for bias, std in unbiased[n].values()]
+        axes.plot(
+            sizes_of_unbiased,
+            unbiased_total,
+            "--",
+            color=COLOURS[2],
+            marker="s",
+            markersize=4,
+            label="unbiased",
+        )
         if n > 1:
             axes.axvline(n, color=GREY, linestyle=":", linewidth=1.2, label="M = N")
         _doubling(axes, sizes, "M")
@@ -75,11 +87,12 @@ def proposition_3_1(
     left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
     for i, (name, (reached, optimum)) in enumerate(densities.items()):
         y = (np.arange(len(reached)) + 0.5) / len(reached)
-        colour, label = (COLOURS[i], name) if optimum is not None else (GREY, "mean reward (GRPO)")
-        left.plot(y, reached, color=colour, label=label)
-        if optimum is not None:
-            left.plot(y, optimum, "--", color=colour, linewidth=1.2)
-    left.plot([], [], "--", color=GREY, linewidth=1.2, label="closed form")
+        if optimum is None:
+            left.plot(y, reached, color=GREY, label="mean reward (GRPO)")
+        else:
+            left.plot(y, reached, color=COLOURS[i], label=name)
+            _bound(left, y, optimum, COLOURS[i])
+    _label_of_bounds(left, "closed form")
     left.set_yscale("log")
     left.set_ylim(0.05, 500)
     left.set_xlabel("y")
@@ -101,68 +114,82 @@ def proposition_3_1(
 
 def theorem_5_2(lines: Mapping[tuple[float, float], tuple[Tensor, Tensor]], n: int) -> Figure:
     """Draw the gaps of the regularised objective and their bounds over T."""
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _one_panel()
     for i, ((L, beta), (gaps, bound)) in enumerate(lines.items()):
         T = np.arange(1, len(gaps) + 1)
         shown = gaps > 1e-14
         axes.plot(T[shown], gaps[shown], color=COLOURS[i], label=f"beta = {beta:g}, L = {L:g}")
-        axes.plot(T, bound, "--", color=COLOURS[i], linewidth=1.2)
-    axes.plot([], [], "--", color=GREY, linewidth=1.2, label="bound of Thm 5.2")
+        _bound(axes, T, bound, COLOURS[i])
+    _label_of_bounds(axes, "bound of Thm 5.2")
     axes.set_yscale("log")
     axes.set_ylim(1e-14, 10)
     axes.set_xlabel("T (updates)")
     axes.set_ylabel("gap to the optimum")
     axes.set_title(f"Convergence with a KL penalty (bon:{n})")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure
 
 
 def theorem_5_3(lines: Mapping[str, tuple[Tensor, Tensor]], n: int) -> Figure:
     """Draw the mean gap of inexact updates and the bounds of Thm 5.3 over T."""
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _one_panel()
     for i, (setting, (gaps, bound)) in enumerate(lines.items()):
         T = np.arange(1, len(gaps) + 1)
         axes.plot(T, gaps, color=COLOURS[i], label=setting)
-        axes.plot(T, bound, "--", color=COLOURS[i], linewidth=1.2)
-    axes.plot([], [], "--", color=GREY, linewidth=1.2, label="bound of Thm 5.3")
+        _bound(axes, T, bound, COLOURS[i])
+    _label_of_bounds(axes, "bound of Thm 5.3")
     axes.set_yscale("log")
     axes.set_xlabel("T (updates)")
     axes.set_ylabel("mean gap to the optimum")
     axes.set_title(f"Updates from M samples (bon:{n})")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure
 
 
 def pareto(n: int, with_bon: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> Figure:
     """Draw the two rewards of each trained policy: best-of-n (left) and one sample (right)."""
     figure = Figure(figsize=(10.4, 4.6), layout="constrained")
-    for axes, points, title in zip(
-        figure.subplots(1, 2), (with_bon, alone), (f"Best-of-{n}", "One sample"), strict=True
-    ):
-        for i, (name, xy) in enumerate(points.items()):
-            if name == "untrained":
-                axes.plot(*xy[0], "x", color=GREY, markersize=8, markeredgewidth=2, label=name)
-                continue
-            label = f"trained for {name}" + (" (GRPO)" if name == "mean" else f" of bon:{n}")
-            style = ("-", "none", "-")[i]
-            axes.plot(*xy.T, color=COLOURS[(0, 2, 1)[i]], linestyle=style, marker=MARKERS[i], markersize=4, label=label)
-        axes.set_xlabel("r_1 = 1 - y²")
-        axes.set_ylabel("r_2 = 1 - (1 - y)²")
-        axes.set_title(title)
-    figure.axes[0].legend(loc="lower left")
+    left, right = figure.subplots(1, 2)
+    _fronts(left, with_bon, n)
+    left.set_title(f"Best-of-{n}")
+    left.legend(loc="lower left")
+    _fronts(right, alone, n)
+    right.set_title("One sample")
     return figure
+
+
+def _fronts(axes: Axes, points: Mapping[str, Tensor], n: int) -> None:
+    labels = {
+        "weighted sum": f"trained for weighted sum of bon:{n}",
+        "smooth-min": f"trained for smooth-min of bon:{n}",
+        "mean": "trained for mean (GRPO)",
+        "untrained": "untrained",
+    }
+    # colour, line and marker
+    styles = {
+        "weighted sum": (COLOURS[0], "-", MARKERS[0]),
+        "smooth-min": (COLOURS[2], "none", MARKERS[1]),
+        "mean": (COLOURS[1], "-", MARKERS[2]),
+    }
+    for name, xy in points.items():
+        x, y = xy.T
+        if name == "untrained":
+            axes.plot(x, y, "x", color=GREY, markersize=8, markeredgewidth=2, label=labels[name])
+        else:
+            colour, line, marker = styles[name]
+            axes.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4, label=labels[name])
+    axes.set_xlabel("r_1 = 1 - y²")
+    axes.set_ylabel("r_2 = 1 - (1 - y)²")
 
 
 def theorem_3(curves: Mapping[str, tuple[Tensor, Tensor]], finite: Mapping[str, Tensor], n: int) -> Figure:
     """Draw win rates over KL: Theorem 3 of InfAlign as curves, policies over a few responses as points."""
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _one_panel()
     for i, (name, (kl, won)) in enumerate(curves.items()):
         axes.plot(kl, won, color=COLOURS[i], label=name)
         if name in finite:
-            axes.plot(*finite[name].T, MARKERS[i], color=COLOURS[i], markersize=5, markerfacecolor="none")
+            x, y = finite[name].T
+            axes.plot(x, y, MARKERS[i], color=COLOURS[i], markersize=5, markerfacecolor="none")
     axes.plot([], [], "o", color=GREY, markerfacecolor="none", label="50 responses,\nexact")
     axes.set_xlabel("KL to the reference (nats)")
     axes.set_ylabel(f"best-of-{n} win rate")
@@ -173,13 +200,14 @@ def theorem_3(curves: Mapping[str, tuple[Tensor, Tensor]], finite: Mapping[str, 
 
 def lower_bounds(values: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> Figure:
     """Draw both lower bounds of vBoN against the objective, with one panel per N > 1 and one point per policy."""
-    shown = {n: v for n, v in values.items() if n > 1}
+    shown = [n for n in values if n > 1]
     figure = Figure(figsize=(10.4, 4.0), layout="constrained")
     panels = figure.subplots(1, len(shown))
-    for axes, (n, (J, L, L_1)) in zip(panels, shown.items(), strict=True):
-        for bound, colour, name in ((L, COLOURS[0], "L (Thm 2)"), (L_1, COLOURS[1], "L_1 (Thm 3)")):
-            axes.plot(J[:300], bound[:300], ".", color=colour, markersize=4, label=name)
-        ends = [J[:300].min().item(), 0.0]
+    for axes, n in zip(panels, shown, strict=True):
+        J, L, L_1 = (of_each[:300] for of_each in values[n])
+        axes.plot(J, L, ".", color=COLOURS[0], markersize=4, label="L (Thm 2)")
+        axes.plot(J, L_1, ".", color=COLOURS[1], markersize=4, label="L_1 (Thm 3)")
+        ends = [J.min().item(), 0.0]
         axes.plot(ends, ends, color=GREY, linewidth=1.2, label="J")
         axes.set_xlabel("J = -KL(pi | pi_bon)")
         axes.set_title(f"N = {n}")
@@ -190,26 +218,38 @@ def lower_bounds(values: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> Figure:
 
 def theorem_1(horizons: Tensor, lines: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
     """Draw the gap of IRO's iterated values over T and its bound."""
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _one_panel()
     for i, (name, (gaps, bound)) in enumerate(lines.items()):
         shown = gaps > 1e-14
         axes.plot(horizons[shown], gaps[shown], color=COLOURS[i], marker=MARKERS[i], markersize=4, label=name)
-        axes.plot(horizons, bound, "--", color=COLOURS[i], linewidth=1.2)
+        _bound(axes, horizons, bound, COLOURS[i])
     axes.axhline(1, color=GREY, linestyle=":", linewidth=1.2, label="r_max")
-    axes.plot([], [], "--", color=GREY, linewidth=1.2, label="bound of Thm 1")
+    _label_of_bounds(axes, "bound of Thm 1")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("T (value functions)")
     axes.set_ylabel("smallest gap to the best reward")
     axes.set_title("Iterated exact values on token trees (IRO)")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend_beside(axes)
     return figure
 
 
-def _guide(axes: Axes, sizes: Sequence[int], start: float) -> None:
-    line = [start * sizes[0] / M for M in sizes]
-    axes.plot(sizes, line, ":", color=GREY, linewidth=1.4, label="1/M")
+def _one_panel() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _legend_beside(axes: Axes) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _bound(axes: Axes, x: np.ndarray | Tensor, y: Tensor, colour: str) -> None:
+    """Draw a bound or an exact result, dashed in the colour of what is compared with it."""
+    axes.plot(x, y, "--", color=colour, linewidth=1.2)
+
+
+def _label_of_bounds(axes: Axes, label: str) -> None:
+    axes.plot([], [], "--", color=GREY, linewidth=1.2, label=label)
 
 
 def _doubling(axes: Axes, sizes: Sequence[int], label: str) -> None:
