@@ -9,13 +9,13 @@ A config names an objective by a string: "mean", "bon:4", "soft:0.1". `parse` re
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nlgrpo.errors import did_you_mean, nearest
 from nlgrpo.kernels import reference
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.objectives.base import Objective
@@ -177,10 +177,10 @@ def parse(text: str, function: Callable[[str], Callable[..., Any]] | None = None
     name, _, rest = text.partition(":")
     if name not in FORMS:
         known = ", ".join(form.text for form in FORMS.values())
-        near = difflib.get_close_matches(name.lower(), FORMS, cutoff=0.6)
+        near = nearest(name.lower(), FORMS, n=3)
         near.sort(key=lambda other: sorted(other) != sorted(name.lower()))  # names with swapped letters come first
-        hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
-        raise ValueError(f"objective {text!r} is not known; expected one of {known}.{hint}")
+        hint = did_you_mean([FORMS[other].text for other in near[:1]])
+        raise ValueError(f"objective {text!r} is not known{hint} Expected one of {known}.")
     if name == "functional":
         return _functional(text, rest, function)
     return _distortion(text, rest, function) if name == "distortion" else _of_form(text, FORMS[name])

@@ -174,21 +174,21 @@ def test_the_list_of_commands_is_fast():
 
 
 def test_an_unknown_command(call):
-    assert call("trian") == (2, "", "error: unknown command 'trian'; did you mean 'train'?\n")
-    assert call("eval") == (2, "", "error: unknown command 'eval'; did you mean 'evaluate'?\n")
-    status, _, err = call("zzz")
-    assert status == 2
-    assert f"the commands are: {', '.join(cli.COMMANDS)}" in err
-    assert call("")[0] == 2
+    for given, said in (
+        ("trian", "unknown command 'trian'; did you mean 'train'?"),
+        ("eval", "did you mean 'evaluate'?"),
+        ("zzz", f"the commands are: {', '.join(cli.COMMANDS)}"),
+        ("", "unknown command ''"),
+    ):
+        status, out, err = call(given)
+        assert (status, out) == (2, "")
+        assert said in err
 
 
 def test_train_runs_a_recipe(call):
     status, out, _ = call("train", "length-mean", "--dry-run")
     assert status == 0
     assert "0.5 mean(short)" in out
-    status, _, err = call("train", "lenght-mean")
-    assert status == 2
-    assert err == "error: unknown recipe 'lenght-mean'; did you mean 'length-mean'?\n"
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])
@@ -209,15 +209,14 @@ def test_folders_that_hold_no_run(command, call, tmp_path):
 
 
 def test_report_and_compare_need_their_arguments(call, tmp_path):
-    status, _, err = call("report")
-    assert status == 2
-    assert "no folder given" in err
-    status, _, err = call("compare")
-    assert status == 2
-    assert "no runs to compare" in err
-    status, _, err = call("compare", str(tmp_path), "--out", str(tmp_path / "x.txt"))
-    assert status == 2
-    assert "must end in .png, .pdf or .svg" in err
+    for arguments, said in (
+        (["report"], "no folder given"),
+        (["compare"], "no runs to compare"),
+        (["compare", str(tmp_path), "--out", str(tmp_path / "x.txt")], "must end in .png, .pdf or .svg"),
+    ):
+        status, _, err = call(*arguments)
+        assert status == 2
+        assert said in err
 
 
 # --- as a process -----------------------------------------------------------------------------------------------------
