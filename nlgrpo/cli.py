@@ -31,7 +31,7 @@ COMMANDS = {
         "nlgrpo.apps.respond.serve:main",
         "Serve a model over OpenAI's protocol: nlgrpo serve --model DIR --procedure bon:4 --choose REWARD",
     ),
-    "recipes": ("nlgrpo.apps.shell.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
+    "recipes": ("nlgrpo.apps.shell.shell:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
     "report": (
         "nlgrpo.apps.report.commands:write_report",
         "Rewrite the report.html and figures of a run: nlgrpo report runs/maze",
@@ -109,8 +109,8 @@ COMMANDS = {
 
 def completion(arguments: Sequence[str]) -> int:
     """Run ``nlgrpo completion``, the only command that needs the table of commands."""
-    main: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.completion").main
-    return main(arguments, COMMANDS)
+    run: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.shell").print_completion
+    return run(arguments, COMMANDS)
 
 
 def usage() -> str:

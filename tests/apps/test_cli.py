@@ -256,7 +256,7 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nlgrpo.apps.shell.recipes.list_recipes", interrupted)
+    monkeypatch.setattr("nlgrpo.apps.shell.shell.list_recipes", interrupted)
     assert cli.main(["recipes"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -266,7 +266,7 @@ def test_the_error_of_a_disk_is_one_line(number, lines, monkeypatch, capsys):
     def fails(arguments):
         raise OSError(number, os.strerror(number), "/data/x.json")
 
-    monkeypatch.setattr("nlgrpo.apps.shell.recipes.list_recipes", fails)
+    monkeypatch.setattr("nlgrpo.apps.shell.shell.list_recipes", fails)
     if lines is None:
         assert cli.main(["recipes"]) == 1
         assert "FileNotFoundError: [Errno 2] No such file" in capsys.readouterr().err
