@@ -6,7 +6,6 @@ A command's module is imported only when the command runs: importing torch and t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from nlgrpo import __version__, errors
 from nlgrpo.config import command_line
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 from nlgrpo.runtime.atomic_files import disk_errors
 
 # name: (module:function, description)
@@ -32,7 +31,7 @@ COMMANDS = {
         "nlgrpo.apps.respond.serve:main",
         "Serve a model over OpenAI's protocol: nlgrpo serve --model DIR --procedure bon:4 --choose REWARD",
     ),
-    "recipes": ("nlgrpo.apps.shell.recipes:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
+    "recipes": ("nlgrpo.apps.shell.shell:list_recipes", "List the built-in recipes for `nlgrpo train NAME`"),
     "report": (
         "nlgrpo.apps.report.commands:write_report",
         "Rewrite the report.html and figures of a run: nlgrpo report runs/maze",
@@ -110,8 +109,8 @@ COMMANDS = {
 
 def completion(arguments: Sequence[str]) -> int:
     """Run ``nlgrpo completion``, the only command that needs the table of commands."""
-    main: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.completion").main
-    return main(arguments, COMMANDS)
+    run: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.shell").print_completion
+    return run(arguments, COMMANDS)
 
 
 def usage() -> str:
@@ -146,10 +145,9 @@ def _run(arguments: Sequence[str]) -> int:
         print(__version__)
         return 0
     if arguments[0] not in COMMANDS:
-        near = [name for name in COMMANDS if arguments[0] and name.startswith(arguments[0])]
-        near = near or difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
-        raise UserError(f"unknown command {arguments[0]!r}; {hint}")
+        longer = [name for name in COMMANDS if arguments[0] and name.startswith(arguments[0])]
+        hint = did_you_mean(longer[:1] or nearest(arguments[0], COMMANDS), f"; the commands are: {', '.join(COMMANDS)}")
+        raise UserError(f"unknown command {arguments[0]!r}{hint}")
     module, function = COMMANDS[arguments[0]][0].split(":")
     command_line.check_arguments(arguments[1:], grid=arguments[0] == "sweep")
     with disk_errors():

@@ -6,10 +6,11 @@ cause one, the code that reads the value checks it first and raises UserError.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +38,16 @@ class Shown(RuntimeError):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.status = exit_status(error)
+
+
+def nearest(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return the known names, at most ``n``, that are most similar to ``word``."""
+    return difflib.get_close_matches(word, list(known), n, cutoff)
+
+
+def did_you_mean(names: Sequence[str], otherwise: str = ".") -> str:
+    """End a sentence about an unknown name: "; did you mean 'A' or 'B'?", or ``otherwise`` without names."""
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else otherwise
 
 
 @contextmanager

@@ -7,7 +7,6 @@ inference time; `nlgrpo.calibration.alignment` computes the win rates.
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from nlgrpo.calibration import fixed_point, stationary
 from nlgrpo.calibration.procedures import CalibratedProcedure
+from nlgrpo.errors import did_you_mean, nearest
 from nlgrpo.objectives import registry
 from nlgrpo.objectives.base import is_number
 from nlgrpo.objectives.rank_based import BestOfN, RankBased, WorstOfN
@@ -354,10 +354,9 @@ def parse_transform(
         return FixedPoint(n, beta, name == "won_fp")
     if function is not None and given and all((name, *given)):
         return Custom(function(text), text)
-    near = difflib.get_close_matches(name.lower(), FORMS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(nearest(name.lower(), FORMS))
     custom = ", or a function as file.py:f" if function is not None else ""
-    raise ValueError(f"transform {text!r} is not known; expected one of {', '.join(FORMS.values())}{custom}.{hint}")
+    raise ValueError(f"transform {text!r} is not known{hint} Expected one of {', '.join(FORMS.values())}{custom}.")
 
 
 def as_transform(transform: Transform | str, n: int | None = None) -> Transform:

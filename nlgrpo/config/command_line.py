@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 PREFIX = "NLGRPO_"
 # Environment variables of the package, and of this repository's tests and scripts.
@@ -55,8 +54,8 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in VARIABLES:
             continue
-        if near := difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1):
-            raise UserError(f"the environment variable {name} is not known; did you mean {known[near[0]]}?")
+        if near := nearest(name.removeprefix(PREFIX), known):
+            raise UserError(f"the environment variable {name} is not known{did_you_mean([known[near[0]]])}")
         notes.append(f"nlgrpo does not read the environment variable {name}")
     if environ.get("NLGRPO_TRITON", "") not in ("", "0", "1"):
         raise UserError(f"NLGRPO_TRITON = {environ['NLGRPO_TRITON']!r}: expected 0 (without Triton) or 1")

@@ -7,11 +7,11 @@ import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
-from nlgrpo.config.schema import AnyConfig, Config, RewardConfig, dashed, read_toml
+from nlgrpo.config.schema import AnyConfig, Config, RewardConfig, ScalarHeadConfig, dashed, read_toml
 from nlgrpo.errors import UserError
 
 ABOUT = """Train a model: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]
@@ -64,14 +64,17 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
     return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=about)
 
 
-def from_file(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
+NamedConfig = TypeVar("NamedConfig", bound=ScalarHeadConfig)
+
+
+def from_file(config: NamedConfig, arguments: Sequence[str], *, program: str, about: str) -> NamedConfig:
     """Return ``config``, named after the file, with ``[file.toml] [--section.key value ...]`` laid over it."""
     rest = list(arguments)
     if rest and not rest[0].startswith("-"):
         file = rest.pop(0)
         if not file.endswith(".toml"):
             raise UserError(f"expected a .toml file or --section.key value, got {file!r}")
-        config = read_toml(Path(file), dataclasses.replace(config, name=Path(file).stem))  # type: ignore[type-var]
+        config = read_toml(Path(file), dataclasses.replace(config, name=Path(file).stem))
     return lay_over(config, rest, program=program, about=about)
 
 
@@ -90,11 +93,18 @@ def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about
 
 def _tyro_spelling(arguments: Sequence[str], switches: set[str]) -> list[str]:
     """Rewrite ``--data.shuffle false`` (or ``=false``) as tyro spells it: ``--data.no-shuffle``."""
-    parts = [part for a in arguments for part in (a.split("=", 1) if dashed(a.split("=")[0]) in switches else [a])]
+    parts: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if equals and dashed(option) in switches:
+            parts += [option, value]
+        else:
+            parts.append(argument)
     found: list[str] = []
     for part in parts:
-        if found and dashed(found[-1]) in switches and part.lower() in ("true", "false"):
-            found[-1] = found[-1] if part.lower() == "true" else found[-1].replace(".", ".no-", 1)
-        else:
+        after_switch = len(found) > 0 and dashed(found[-1]) in switches
+        if after_switch and part.lower() == "false":
+            found[-1] = found[-1].replace(".", ".no-", 1)
+        elif not (after_switch and part.lower() == "true"):
             found.append(part)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from nlgrpo.config.schema import (
     read_toml,
 )
 from nlgrpo.data.folders import SUFFIXES
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 
 def maze() -> Config:
@@ -200,13 +199,8 @@ DEFAULT = "maze"
 def recipe(name: str) -> Config:
     """Return the recipe of this name. Raises UserError with the nearest name if there is none."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"recipes: {', '.join(RECIPES)}, or a file whose name ends in .toml"
-        )
-        raise UserError(f"unknown recipe {name!r}; {hint}")
+        known = f"; recipes: {', '.join(RECIPES)}, or a file whose name ends in .toml"
+        raise UserError(f"unknown recipe {name!r}{did_you_mean(nearest(name, RECIPES), known)}")
     return RECIPES[name]()
 
 

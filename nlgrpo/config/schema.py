@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import tyro
 
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 from nlgrpo.kernels.reference import PolicyLossSettings
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import Baseline
@@ -26,15 +26,92 @@ from nlgrpo.runtime.supervision.phases import TimeLimits
 
 MINIMUM_WINDOW = 20  # values that a band of divergence.window needs
 PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
-FREE = "free"  # in the metadata of a field
+LARGEST = 2**63  # numbers are below it, unless a bound is infinite
 T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig")  # a dataclass whose fields are sections
 
+# in the metadata of a field
+FREE = "free"
+BOUND = "bound"
 
-def free(default: T) -> T:
-    """Return a field with this default that may differ when a run resumes: it does not change what is trained."""
-    found: T = field(default=default, metadata={FREE: True})
+
+@dataclass(frozen=True)
+class Bound:
+    """The numbers that a key may have, finite ones within limits; of a list, all its numbers."""
+
+    ge: float | None = None
+    """It is at least this."""
+    gt: float | None = None
+    """It is greater than this."""
+    le: float | None = None
+    """It is at most this."""
+    lt: float | None = None
+    """It is less than this."""
+    infinite: bool = False
+    """It may be inf."""
+    note: str = ""
+    """What a number means that is not obvious, for messages."""
+
+    def holds(self, number: float) -> bool:
+        """Whether a number is within the limits; NaN is in none."""
+        return (
+            (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+
+    def __str__(self) -> str:
+        low = f"[{self.ge}" if self.gt is None else f"({self.gt}"
+        if self.le is not None:
+            return f"in {low}, {self.le}]"
+        if self.lt is not None:
+            return f"in {low}, {self.lt})"
+        if self.gt is not None:
+            return f"> {self.gt}"
+        return "a finite number" if self.ge is None else f">= {self.ge}"
+
+
+def bounded(default: T, **bound: Any) -> T:
+    """Return a field with this default and a `Bound`. A default of None is allowed too."""
+    found: T = field(default=default, metadata={BOUND: Bound(**bound)})
     return found
+
+
+def free(default: T, **bound: Any) -> T:
+    """Return a field with this default that may differ when a run resumes: it does not change what is trained.
+
+    With arguments it has a `Bound` too.
+    """
+    metadata: dict[str, Any] = {FREE: True}
+    if bound:
+        metadata[BOUND] = Bound(**bound)
+    found: T = field(default=default, metadata=metadata)
+    return found
+
+
+def out_of_bounds(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, value, what is allowed) of the keys of ``config``, and of its sections, that break their bound."""
+    for key in dataclasses.fields(config):
+        value = getattr(config, key.name)
+        if dataclasses.is_dataclass(value):
+            for name, number, allowed in out_of_bounds(value):
+                yield f"{key.name}.{name}", number, allowed
+        bound = key.metadata.get(BOUND)
+        if bound is None or value is None:
+            continue
+        numbers = value if isinstance(value, tuple) else (value,)
+        within = all(map(bound.holds, numbers))
+        if within and (bound.infinite or all(abs(number) < LARGEST for number in numbers)):
+            continue
+        allowed = str(bound)
+        if key.default is None:
+            allowed += " or none"
+        if bound.note or bound.infinite:
+            allowed += f" ({bound.note or 'inf: no limit'})"
+        if within:
+            allowed += ", and below 2^63"
+        yield key.name, value, allowed
 
 
 def _table(words: Sequence[str]) -> dict[str, Any]:
@@ -67,7 +144,7 @@ class DataConfig:
     weight, a table can set other keys of this section: {weight = 3, prompt_column = "problem"}."""
     streaming: bool = False
     """Read the prompts while the run visits them, for sources that are too large for memory."""
-    shuffle_buffer: int = 10_000
+    shuffle_buffer: int = bounded(10_000, ge=1)
     """Streaming only: number of examples among which the next one is drawn, instead of shuffling all."""
     evaluation: str = ""
     """Evaluation prompts, in the same formats as `source`. Empty: the last prompts of `source` are held out. Training
@@ -84,11 +161,11 @@ class DataConfig:
     """Cut the prompt after the last occurrence of this text, such as "\\n\\nAssistant:"."""
     separator: str | None = None
     """Text that separates documents in a plain text file. None: one document per line."""
-    first_words: int | None = None
+    first_words: int | None = bounded(None, ge=1, lt=2**31)
     """Keep only this many words of the prompt column."""
-    limit: int | None = None
+    limit: int | None = bounded(None, ge=1)
     """Read only this many examples."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = bounded(None, ge=1)
     """Drop longer prompts. None: drop prompts that leave no room for a completion in the context."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch."""
@@ -105,24 +182,6 @@ class DataConfig:
     others per example."""
 
 
-def buffer_faults(data: DataConfig) -> list[str]:
-    """Find shuffle buffers that no stream uses: one of [data], and those of the sources of a mixture."""
-    tables = {name: table if isinstance(table, dict) else {} for name, table in data.mixture.items()} or {"": {}}
-    shuffled = {
-        name: bool(table.get("streaming", data.streaming)) and bool(table.get("shuffle", data.shuffle))
-        for name, table in tables.items()
-    }
-    advice = "only a shuffled stream has one; set data.streaming = true and data.shuffle = true"
-    faults = [
-        f"data.mixture, {name!r}: shuffle_buffer = {table['shuffle_buffer']!r}: {advice}"
-        for name, table in tables.items()
-        if "shuffle_buffer" in table and not shuffled[name]
-    ]
-    if data.shuffle_buffer != DataConfig().shuffle_buffer and not any(shuffled.values()):
-        faults.append(f"data.shuffle_buffer = {data.shuffle_buffer}: {advice}")
-    return faults
-
-
 @dataclass
 class EnvironmentConfig:
     """An environment of the library `verifiers`: conversations in which it answers the policy, and rates it."""
@@ -135,11 +194,11 @@ class EnvironmentConfig:
     renderer: Table = field(default_factory=dict)
     """Options of the library `renderers`, which turns messages into tokens: {name = "qwen3"}. Without a name: that of a
     model it knows, else the model's chat template, and {tool_parser = "qwen3"} reads tool calls."""
-    max_tokens: int | None = None
+    max_tokens: int | None = bounded(None, ge=1)
     """Maximum number of tokens of a whole conversation. None: the context of the model."""
-    retries: int = 0
+    retries: int = bounded(0, ge=0)
     """How often a conversation is repeated whose environment fails for a reason that `verifiers` calls temporary."""
-    timeout: float = 600.0
+    timeout: float = bounded(600.0, gt=0)
     """Seconds after which an environment that does nothing counts as hung, and the run stops."""
 
 
@@ -148,28 +207,28 @@ class OptimConfig:
     algorithm: Literal["adamw", "muon"] = "adamw"
     """AdamW, or Muon for the weight matrices of the blocks and AdamW for all other parameters (embeddings, head, norms,
     biases, scalar heads). TRL and transformers call this key `optim`."""
-    lr: float = 1e-6
+    lr: float = bounded(1e-6, ge=0)
     """Learning rate of all parameters. With Muon too, if adjust_lr_fn is match_rms_adamw."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = bounded(0, ge=0)
     """Training steps over which the learning rate rises from 0."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates."""
-    eps: float = 1e-8
+    eps: float = bounded(1e-8, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0, ge=0)
     """Decoupled weight decay of AdamW and Muon; none for norms and biases."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, ge=0, note="0: never clipped")
     """Maximum gradient norm, by clipping. 0: no clipping."""
-    skip_grad_norm: float | None = None
+    skip_grad_norm: float | None = bounded(None, gt=0)
     """Leave out an optimizer step whose gradient norm, before clipping, is above this number or not finite. None: no
     step is left out; a norm that is not finite ends the run."""
-    momentum: float = 0.95
+    momentum: float = bounded(0.95, ge=0, lt=1)
     """Muon's momentum."""
     nesterov: bool = True
     """Muon's Nesterov momentum."""
-    ns_steps: int = 5
+    ns_steps: int = bounded(5, ge=1, le=99)
     """Newton-Schulz iterations with which Muon orthogonalizes a matrix."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor of Muon's learning rate for a matrix (A, B), as in torch.optim.Muon. match_rms_adamw: 0.2 sqrt(max(A, B)),
@@ -183,12 +242,13 @@ class OptimConfig:
     @property
     def description(self) -> str:
         """Name of the optimizer and its learning rate, for the plan of a run."""
-        names = {
-            "adamw": "AdamW",
-            "muon": f"Muon for the matrices of the blocks (momentum {self.momentum:g}, {self.ns_steps} Newton-Schulz "
-            f"steps, learning rate times {self.adjust_lr_fn}), AdamW for the rest",
-        }
-        return f"learning rate {self.lr:g}, {self.schedule} schedule; {names[self.algorithm]}"
+        name = "AdamW"
+        if self.algorithm == "muon":
+            name = (
+                f"Muon for the matrices of the blocks (momentum {self.momentum:g}, {self.ns_steps} Newton-Schulz "
+                f"steps, learning rate times {self.adjust_lr_fn}), AdamW for the rest"
+            )
+        return f"learning rate {self.lr:g}, {self.schedule} schedule; {name}"
 
 
 LONGEST = 1200.0  # seconds; PyTorch ends a process that waits for others for half an hour
@@ -249,29 +309,29 @@ class ModelConfig:
 
 @dataclass
 class RolloutConfig:
-    prompts: int = 6
+    prompts: int = bounded(6, ge=1)
     """P, prompts per step, over all ranks."""
-    samples: int = 8
+    samples: int = bounded(8, ge=1)
     """M, completions per prompt: the size of a group."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = bounded(128, ge=1)
     """Maximum number of tokens of a completion."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, gt=0)
     """Temperature of sampling. The loss uses the same one."""
-    top_k: int = 0
+    top_k: int = bounded(0, ge=0, note="0: off")
     """Sample from the k most likely tokens; 0: all. With top_k, top_p or min_p, the policy that samples is not the one
     that is trained."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, gt=0, le=1)
     """Sample from the most likely tokens that have this total probability."""
-    min_p: float = 0.0
+    min_p: float = bounded(0.0, ge=0, le=1)
     """Sample from tokens with at least this fraction of the probability of the most likely token."""
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = bounded((), ge=0)
     """Token ids that end a completion, in addition to the model's EOS."""
-    max_rows: int | None = free(None)
+    max_rows: int | None = free(None, ge=1)
     """Maximum number of completions decoded together per rank. It bounds the KV cache. None: 256 on a CPU, and on a GPU
     as many as its free memory holds."""
     engine: Literal["nlgrpo", "vllm"] = "nlgrpo"
     """Engine that samples: nlgrpo's own, or vLLM (section `vllm`)."""
-    ahead: int = 0
+    ahead: int = bounded(0, ge=0)
     """K: sample step t + K on vLLM servers while step t trains. Completions are then at most K steps old, which
     `loss.correction` corrects. 0: sample and train in turns."""
 
@@ -296,7 +356,7 @@ class RewardConfig:
     """Transform of the reward's rank among samples of the reference (section `calibration`), usually with the objective
     "mean". InfAlign-CTRL: "identity", "log", "exp:T", "bon_fp:N", "won_fp:N", "fp:PROCEDURE" ("fp:cvar:0.1"), "power:N"
     (with "bon:N"), or a function of the rank. Variational best-of-N: "vbon:N", "vbon:N:bound"."""
-    timeout: float = 600.0
+    timeout: float = bounded(600.0, gt=0, infinite=True)
     """Timeout of one call, in seconds; inf: no limit. Over it, a Python function is interrupted; one that cannot be,
     such as C code that does not return, ends the run, or with `process` its process."""
     process: bool = False
@@ -314,7 +374,7 @@ class CalibrationConfig:
     """Folder written by `nlgrpo rollout`."""
     missing: Literal["error", "draw"] = "error"
     """For prompts without rollouts: stop with an error before training, or draw samples when the prompt is used."""
-    samples: int = 100
+    samples: int = bounded(100, ge=2)
     """K, samples per prompt when they are drawn during training. With rollouts, their own K is used."""
     by: Literal["prompt", "pooled", "median"] = "prompt"
     """What InfAlign-CTRL calibrates a reward on: its rank among the prompt's own samples (prompt), its rank among the
@@ -347,7 +407,7 @@ class LossConfig:
     """Aggregate of the weighted objectives: "sum", "min" (over those with a weight), "smooth_min:GAMMA"."""
     aggregate_at: Literal["batch", "prompt"] = "batch"
     """Aggregate the means over all prompts (IAMA), or the values at each prompt, which is a different objective."""
-    aggregate_memory: float = 0.0
+    aggregate_memory: float = bounded(0.0, ge=0, lt=1)
     """Decay of the moving averages at which the aggregate's gradient is taken. 0: use only the prompts of this step."""
     baseline: Baseline = "mean"
     """Baseline of a group's linearised rewards: mean, leave-one-out mean (loo, without the bias of 1/M), or none."""
@@ -371,10 +431,10 @@ class LossConfig:
     """Upper clipping bound of the ratio: 1 + eps_high."""
     dual_clip: float | None = None
     """ppo surrogate only: no gradient where the advantage is negative and the ratio is above this (TRL's delta)."""
-    beta: float = 1e-4
+    beta: float = bounded(1e-4, ge=0)
     """Weight of the KL divergence to the initial model. 0: no reference model is loaded, unless
     loss.log_kl_every. For dpo and ipo, their beta; bon_sft and bonbon do not use it."""
-    log_kl_every: int = 0
+    log_kl_every: int = bounded(0, ge=0)
     """Online, with beta = 0: log the KL to the initial model every N steps. Costs the memory of that model, and a
     forward pass at those steps. 0: never."""
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -384,15 +444,15 @@ class LossConfig:
     for grpo, of each token for ppo."""
     kl_importance: bool = False
     """Weight k3 in the loss by the ratio (TRL's use_bias_correction_kl): the gradient is exact off-policy too."""
-    target_kl: float | None = None
+    target_kl: float | None = bounded(None, gt=0)
     """Adapt beta to keep the KL per token near this value. None: beta is constant."""
     scale: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the std of the group or batch, which removes the scale of the linearisation."""
-    epochs: int = 1
+    epochs: int = bounded(1, ge=1)
     """Passes over each rollout."""
-    minibatches: int = 1
+    minibatches: int = bounded(1, ge=1)
     """Optimizer steps per pass."""
-    jeffreys: float = 0.0
+    jeffreys: float = bounded(0.0, ge=0, lt=1)
     """Online only: weight w of the likelihood of the best of offline.n reference samples, 1 - w of the loss. With the
     transform "vbon:N:bound" this is the Jeffreys divergence to best-of-N (BOND, where w = 0.5)."""
 
@@ -431,17 +491,17 @@ class CriticConfig:
     """Initial model: a causal model, whose values start at 0, or a reward model. Empty: the same as the policy."""
     trunk: Literal["own", "shared"] = "own"
     """A separate model, or a value head on the policy's last hidden states."""
-    lr: float = 1e-5
+    lr: float = bounded(1e-5, ge=0)
     """Learning rate of the critic, or of the head on a shared trunk. It follows the schedule of [optim]."""
-    warmup_steps: int = 0
+    warmup_steps: int = bounded(0, ge=0)
     """Steps that train only the critic. The policy's learning rate is 0 in them, and its schedule starts after them."""
-    gamma: float = 1.0
+    gamma: float = bounded(1.0, ge=0, le=1)
     """Discount factor per token."""
-    lam: float = 0.95
+    lam: float = bounded(0.95, ge=0, le=1)
     """Lambda of generalised advantage estimation. 1: the return minus the value."""
-    clip: float = 0.2
+    clip: float = bounded(0.2, gt=0, infinite=True)
     """Clipping range of the value around its value at the rollout. inf: no clipping."""
-    coef: float = 0.5
+    coef: float = bounded(0.5, gt=0)
     """Weight of the value loss relative to the policy loss."""
     whiten: bool = True
     """Normalize the advantages of all tokens to mean 0 and standard deviation 1. A KL in the loss then has the weight
@@ -452,16 +512,16 @@ class CriticConfig:
 class LoopConfig:
     """What all training loops share: seed, micro-batches, checkpoints."""
 
-    seed: int = 0
+    seed: int = bounded(0, ge=0)
     """Random seed."""
-    micro_batch_tokens: int | None = free(None)
+    micro_batch_tokens: int | None = free(None, ge=1)
     """Tokens per forward and backward; gradients are accumulated over micro-batches. None: 16384 on a GPU, and 1024 on
     a CPU, which fits its caches, or up to 8192 if a prompt and its completions need as many."""
-    checkpoint_every: int = free(0)
+    checkpoint_every: int = free(0, ge=0, note="0: only at the end")
     """Steps between checkpoints. 0: only at the end."""
-    keep_checkpoints: int = free(2)
+    keep_checkpoints: int = free(2, ge=1)
     """Number of checkpoints to keep: the newest ones."""
-    keep_every: int = free(0)
+    keep_every: int = free(0, ge=0, note="0: only the newest checkpoints")
     """Also keep each checkpoint whose step is a multiple of this number. 0: only the newest ones."""
     async_save: bool | None = free(None)
     """Write checkpoints while training continues, from a copy in the memory of the host. None: with GPUs."""
@@ -476,11 +536,11 @@ class LoopConfig:
     allow_changed: tuple[Literal["data", "rewards", "model", "tokenizer", "template"], ...] = free(())
     """What may have changed since the run started: it then resumes with the new data, files of rewards, weights of
     model.path, tokenizer or chat template. Without a name here, a change of it is an error."""
-    timeout: float = free(600.0)
+    timeout: float = free(600.0, gt=0, infinite=True)
     """Seconds without progress on any rank, or without a sign of life of one, after which all ranks end, and the rank
     to blame is named. Rewards may also take as long as their own timeouts; vLLM, environments, loading
     and saving have six times as long. inf: no limit."""
-    grace_period: float = free(600.0)
+    grace_period: float = free(600.0, gt=0, infinite=True)
     """Seconds from SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 in which the step must be finished and saved; after them the
     process is ended. inf: no limit."""
     profile: str = free("")
@@ -497,28 +557,20 @@ class LoopConfig:
 
 
 @dataclass
-class EpochsConfig(LoopConfig):
-    epochs: float = 1.0
-    """Epochs: passes over the examples."""
-    out: str = free("")
-    """Folder of the run. Empty: runs/<name of the .toml file>, or runs/<name of the command>."""
-
-
-@dataclass
 class TrainConfig(LoopConfig):
-    steps: int = free(100)
+    steps: int = free(100, ge=0)
     """Training steps, with one rollout each."""
-    seed: int = 0
+    seed: int = bounded(0, ge=0)
     """Random seed of prompts, samples and minibatches."""
     out: str = free("")
     """Folder of the run. Empty: runs/<recipe>."""
-    checkpoint_every: int = free(50)
+    checkpoint_every: int = free(50, ge=0, note="0: only at the end")
     """Steps between checkpoints. 0: only at the end."""
-    samples_every: int = free(50)
+    samples_every: int = free(50, ge=0, note="0: never")
     """Steps between tables of sampled completions. 0: never."""
     push: str = free("")
     """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
-    max_empty_steps: int = free(20)
+    max_empty_steps: int = free(20, ge=0, note="0: never")
     """Steps in a row without a reward for any completion, because all abstained or failed, that end the run with an
     error. 0: never."""
     check_memory: bool = True
@@ -534,37 +586,24 @@ class DivergenceConfig:
     band, or all linearised rewards of a prompt are equal, so that nothing is learned: warn, with what to change; stop;
     or roll back to the last checkpoint before it, and continue with other samples. The rewards themselves do not
     decide: those of opposed users cancel in their sum, and their mean may fall while best-of-N rises."""
-    window: int = 50
+    window: int = bounded(50, ge=MINIMUM_WINDOW)
     """Steps whose values make a band: their median, plus or minus `factor` standard deviations (from the median
     absolute deviation)."""
-    factor: float = 10.0
+    factor: float = bounded(10.0, gt=0, infinite=True)
     """Half of the width of a band, in standard deviations."""
-    patience: int = 3
+    patience: int = bounded(3, ge=1)
     """Steps in a row outside of its band after which a metric has left it."""
-    max_kl: float | None = None
+    max_kl: float | None = bounded(None, gt=0, infinite=True)
     """KL per token above which it has left its band, whatever the last values are. None: no limit."""
-    rollbacks: int = 3
+    rollbacks: int = bounded(3, ge=0)
     """Rollbacks after which a run stops instead."""
-
-    def faults(self) -> list[str]:
-        """List the values that are not possible."""
-        allowed = {
-            "window": (f">= {MINIMUM_WINDOW}", self.window >= MINIMUM_WINDOW),
-            "factor": ("> 0", self.factor > 0),
-            "patience": (">= 1", self.patience >= 1),
-            "max_kl": ("> 0 or none", self.max_kl is None or self.max_kl > 0),
-            "rollbacks": (">= 0", self.rollbacks >= 0),
-        }
-        return [
-            f"divergence.{k} = {getattr(self, k)}: allowed is {text}" for k, (text, ok) in allowed.items() if not ok
-        ]
 
 
 @dataclass
 class EvaluationConfig:
-    prompts: int = free(64)
+    prompts: int = free(64, ge=0, note="0: no evaluation")
     """Number of evaluation prompts, before and after training. 0: no evaluation."""
-    samples: int = free(16)
+    samples: int = free(16, ge=1)
     """n, completions per prompt."""
     ns: tuple[int, ...] = free((1, 4))
     """Values of N for the printed best-of-N. 1 is the mean."""
@@ -606,6 +645,42 @@ class Config:
         return self.train.limits(rewards=rewards, generate=PATIENCE * seconds if outside else seconds)
 
 
+# --- reward models and value models -----------------------------------------------------------------------------------
+
+
+@dataclass
+class EpochsConfig(LoopConfig):
+    epochs: float = bounded(1.0, gt=0)
+    """Epochs: passes over the examples."""
+    out: str = free("")
+    """Folder of the run. Empty: runs/<name of the .toml file>, or runs/<name of the command>."""
+
+
+@dataclass
+class HeldOutConfig:
+    every: int = free(0, ge=0, note="0: only before and after")
+    """Steps between evaluations during training. 0: only before and after."""
+
+
+@dataclass
+class ScalarHeadConfig:
+    """What the configurations of reward models and value models share. They add the examples and their loss."""
+
+    name: tyro.conf.Fixed[str] = ""
+    """Name of the run."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={FREE: True})
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, schedule="cosine"))
+    train: EpochsConfig = field(default_factory=EpochsConfig)
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run."""
+        return Path(os.path.expanduser(self.train.out) or f"runs/{self.name}")
+
+
 # --- files and the command line ---------------------------------------------------------------------------------------
 
 
@@ -641,24 +716,25 @@ def overlay(base: AnyConfig, values: Mapping[str, Any], where: str) -> AnyConfig
 
 def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root: type) -> Any:
     hints = typing.get_type_hints(type(base))
-    changes = {}
+    changes: dict[str, Any] = {}
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
             raise UserError(f"{where}: unknown key {name!r}{_hint(key, hints, prefix, root)}")
         current = getattr(base, key)
-        if dataclasses.is_dataclass(current) or typing.get_origin(hints[key]) is dict:
-            if not isinstance(value, Mapping):
-                raise UserError(f"{where}: {name} must be a table, got {value!r}")
-            if dataclasses.is_dataclass(current):
-                changes[key] = _overlay(current, value, where, f"{name}.", root)
-            elif hints[key] == dict[str, Any]:
-                changes[key] = dict(value)
-            else:
-                tables = {k: v if isinstance(v, Mapping) else {"function": v} for k, v in value.items()}
-                changes[key] = {k: _overlay(RewardConfig(), v, where, f"{name}.{k}.", root) for k, v in tables.items()}
-        else:
+        if not isinstance(current, dict) and not dataclasses.is_dataclass(current):
             changes[key] = _coerce(value, hints[key], where, name)
+        elif not isinstance(value, Mapping):
+            raise UserError(f"{where}: {name} must be a table, got {value!r}")
+        elif dataclasses.is_dataclass(current):
+            changes[key] = _overlay(current, value, where, f"{name}.", root)
+        elif hints[key] == dict[str, Any]:
+            changes[key] = dict(value)
+        else:
+            changes[key] = {}
+            for reward, given in value.items():
+                table = given if isinstance(given, Mapping) else {"function": given}
+                changes[key][reward] = _overlay(RewardConfig(), table, where, f"{name}.{reward}.", root)
     return dataclasses.replace(base, **changes)
 
 
@@ -672,7 +748,8 @@ def _coerce(value: Any, kind: Any, where: str, name: str) -> Any:
             inner = typing.get_args(option)[0]
             return tuple(_coerce(item, inner, where, name) for item in value)
         if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+            with suppress(OverflowError):  # of an integer of hundreds of digits
+                return float(value)
         if option in (int, str, bool, type(None)) and type(value) is option:
             return value
     raise UserError(f"{where}: {name} = {value!r}: expected {' or '.join(map(_describe, options))}")
@@ -692,10 +769,8 @@ def _hint(key: str, known: Mapping[str, Any], prefix: str, root: type) -> str:
     """Suggest a key: one of this name in another section, or the nearest one in this section."""
     sections = {name: kind for name, kind in typing.get_type_hints(root).items() if dataclasses.is_dataclass(kind)}
     meant = [f"{name}.{key}" for name, kind in sections.items() if key in kind.__dataclass_fields__]
-    meant = meant or [prefix + near for near in difflib.get_close_matches(key, known, n=1, cutoff=0.5)]
-    if meant:
-        return f"; did you mean {' or '.join(map(repr, meant))}?"
-    return f"; known keys: {', '.join(prefix + k for k in known)}"
+    meant = meant or [prefix + near for near in nearest(key, known, cutoff=0.5)]
+    return did_you_mean(meant, f"; known keys: {', '.join(prefix + k for k in known)}")
 
 
 def dashed(name: str) -> str:

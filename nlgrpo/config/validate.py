@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
@@ -16,83 +14,77 @@ from huggingface_hub.utils import validate_repo_id
 from nlgrpo.config.schema import (
     Config,
     DataConfig,
-    LoopConfig,
-    LossConfig,
-    OptimConfig,
     RewardConfig,
-    buffer_faults,
+    ScalarHeadConfig,
     dashed,
+    out_of_bounds,
 )
 from nlgrpo.errors import UserError
 from nlgrpo.kernels.policy_loss import check_settings
-from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import secrets, user_code
 from nlgrpo.runtime.profiling import steps_of
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
-SPLIT = "empty, because data.evaluation is empty"
 ENVIRONMENT_DATA = ("shuffle", "limit", "chat_template_kwargs")  # what an environment takes of [data]
 
 
 def check_config(config: Config, *, world: int = 1) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
-    refuse(_faults(config, world))
+    loss = config.loss
+    faults = shared_faults(config, config.train.steps)
+    if loss.algorithm != "ppo":
+        faults = [fault for fault in faults if not fault.startswith("critic.")]
+    faults += _data_faults(config)
+    faults += _environment_faults(config)
+    faults += _divergence_faults(config)
+    faults += _rollout_faults(config, world)
+    faults += _engine_faults(config)
+    faults += config.parallel.faults(world)
+    faults += config.vllm.faults(world)
+    faults += push_faults(config.train.push)
+    faults += _evaluation_faults(config, world)
+    if loss.offline:
+        faults += _offline_faults(config)
+    elif loss.jeffreys:
+        faults += _jeffreys_faults(config)
+    if loss.algorithm == "ppo":
+        faults += _critic_faults(config)
+    faults += _loss_faults(config)
+    faults += _correction_faults(config)
+    faults += _reward_faults(config)
+    faults += _aggregate_faults(config)
+    refuse(faults)
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise UserError with the faults that are not empty, if any."""
+    """Raise UserError with the faults that are not empty, if there are any."""
     lines = [f"  {fault}" for fault in faults if fault]
     if lines:
         raise UserError("\n".join(["the configuration cannot be run:", *lines]))
 
 
-def need_of(config: Any, name: str, allowed: str, good: bool) -> str:
-    """Return the fault of the key ``name`` ("section.key"), or "" if it is ``good`` and finite."""
-    value = attrgetter(name)(config)
-    numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
-    if good and all(abs(v) < 2**63 for v in numbers):  # false for NaN and infinities
-        return ""
-    return f"{name} = {value!r}: allowed is {allowed}{', and below 2^63' * good}"
+def bound_faults(config: Any, prefix: str = "") -> list[str]:
+    """List the numbers of a configuration, and of its sections, that the bounds of their fields do not allow."""
+    return [f"{prefix}{name} = {value!r}: allowed is {allowed}" for name, value, allowed in out_of_bounds(config)]
 
 
-def lora_faults(lora: LoraConfig, optim: OptimConfig) -> list[str]:
-    """List the faults of [lora], alone and with the optimizer."""
-    if lora.enabled and optim.algorithm == "muon":
-        return [*lora.faults(), "optim.algorithm = 'muon' trains the matrices that adapters freeze; use 'adamw'"]
-    return lora.faults()
+def shared_faults(config: Config | ScalarHeadConfig, steps: float = math.inf) -> list[str]:
+    """List the faults of what all training configurations have: bounds, secrets, [lora], [optim] and [train].
+
+    ``steps``: of the run; inf: their number is not known yet.
+    """
+    optim = config.optim
+    faults = [*bound_faults(config), *secrets.faults(asdict(config)), *config.lora.faults()]
+    if config.lora.enabled and optim.algorithm == "muon":
+        faults.append("optim.algorithm = 'muon' trains the matrices that adapters freeze; use 'adamw'")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        faults.append(f"optim.betas = {optim.betas!r}: allowed is two values in [0, 1)")
+    return [*faults, *tracker_faults(config.train.track), *profile_faults(config.train.profile, steps)]
 
 
-def optim_faults(optim: OptimConfig, need: Callable[[str, str, bool], str]) -> list[str]:
-    return [
-        need("optim.lr", ">= 0", optim.lr >= 0),
-        need("optim.warmup_steps", ">= 0", optim.warmup_steps >= 0),
-        need("optim.betas", "two values in [0, 1)", len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
-        need("optim.eps", "> 0", optim.eps > 0),
-        need("optim.weight_decay", ">= 0", optim.weight_decay >= 0),
-        need("optim.skip_grad_norm", "> 0 or none", optim.skip_grad_norm is None or optim.skip_grad_norm > 0),
-        need("optim.max_grad_norm", ">= 0 (0: never clipped)", optim.max_grad_norm >= 0),
-        need("optim.momentum", "in [0, 1)", 0 <= optim.momentum < 1),
-        need("optim.ns_steps", "between 1 and 99", 1 <= optim.ns_steps <= 99),
-    ]
-
-
-def train_faults(train: LoopConfig, need: Callable[[str, str, bool], str]) -> list[str]:
-    micro_batch = train.micro_batch_tokens
-    return [
-        need("train.seed", "in [0, 2^63)", 0 <= train.seed < 2**63),
-        need("train.micro_batch_tokens", ">= 1 or none", micro_batch is None or micro_batch >= 1),
-        need("train.checkpoint_every", ">= 0 (0: only at the end)", train.checkpoint_every >= 0),
-        need("train.keep_checkpoints", ">= 1", train.keep_checkpoints >= 1),
-        need("train.keep_every", ">= 0 (0: only the newest checkpoints)", train.keep_every >= 0),
-        need("train.timeout", "> 0 (inf: no limit)", train.timeout > 0),
-        need("train.grace_period", "> 0 (inf: no limit)", train.grace_period > 0),
-        *tracker_faults(train.track),
-    ]
-
-
-def profile_faults(text: str, steps: float = math.inf) -> list[str]:
+def profile_faults(text: str, steps: float) -> list[str]:
     """List what is wrong with the steps to profile, of a run of ``steps``; inf: their number is not known yet."""
     try:
         profiled = steps_of(text)
@@ -122,24 +114,21 @@ def tracker_faults(names: Sequence[str]) -> list[str]:
     return [f"train.track has {name!r}, which is not installed: run pip install nlgrpo[{name}]" for name in absent]
 
 
-def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+def split_fault(split: str) -> str:
+    """Return the fault of a split of an evaluation source that is not given."""
+    return f"data.evaluation_split = {split!r}: allowed is empty, because data.evaluation is empty"
+
+
+def _data_faults(config: Config) -> list[str]:
     data = config.data
     loss = config.loss
-    words = data.first_words
-    limit = data.limit
-    longest = data.max_prompt_tokens
-    faults = [
-        need("data.first_words", "in [1, 2^31) or none", words is None or 1 <= words < 2**31),
-        need("data.cut_after", "a text or none", data.cut_after != ""),
-        need("data.separator", "a text or none", data.separator != ""),
-        need("data.evaluation_split", SPLIT, bool(data.evaluation or not data.evaluation_split)),
-        need("data.limit", ">= 1 or none", limit is None or limit >= 1),
-        need("data.max_prompt_tokens", ">= 1 or none", longest is None or longest >= 1),
-        need("data.shuffle_buffer", ">= 1", data.shuffle_buffer >= 1),
-    ]
-    default = DataConfig()
-    faults += buffer_faults(data)
-    if data.mixture and data.source not in ("", default.source):
+    faults = _buffer_faults(data)
+    for name, text in {"cut_after": data.cut_after, "separator": data.separator}.items():
+        if text == "":
+            faults.append(f"data.{name} = '': allowed is a text or none")
+    if data.evaluation_split and not data.evaluation:
+        faults.append(split_fault(data.evaluation_split))
+    if data.mixture and data.source not in ("", DataConfig().source):
         faults.append(
             f"data.source = {data.source!r} is not used beside data.mixture: name it there, and set data.source = ''"
         )
@@ -151,8 +140,24 @@ def _data_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[
     return faults
 
 
+def _buffer_faults(data: DataConfig) -> list[str]:
+    """Find shuffle buffers that no stream uses: that of [data], and those of the sources of a mixture."""
+    advice = "only a shuffled stream has one; set data.streaming = true and data.shuffle = true"
+    faults = []
+    used = False  # whether a source is a shuffled stream
+    for name, value in (data.mixture or {"": None}).items():
+        own = value if isinstance(value, dict) else {}
+        shuffled = own.get("streaming", data.streaming) and own.get("shuffle", data.shuffle)
+        used = used or bool(shuffled)
+        if "shuffle_buffer" in own and not shuffled:
+            faults.append(f"data.mixture, {name!r}: shuffle_buffer = {own['shuffle_buffer']!r}: {advice}")
+    if data.shuffle_buffer != DataConfig().shuffle_buffer and not used:
+        faults.append(f"data.shuffle_buffer = {data.shuffle_buffer}: {advice}")
+    return faults
+
+
 def _divergence_faults(config: Config) -> list[str]:
-    faults = config.divergence.faults()
+    faults = []
     if config.divergence.action == "rollback" and config.loss.offline:
         faults.append(f"divergence.action = 'rollback': {config.loss.algorithm} draws no samples; use 'stop'")
     if config.divergence.action == "rollback" and not config.train.checkpoint_every:
@@ -160,16 +165,13 @@ def _divergence_faults(config: Config) -> list[str]:
     return faults
 
 
-def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+def _environment_faults(config: Config) -> list[str]:
     environment = config.environment
     data = config.data
     limit = environment.max_tokens
-    answer = config.rollout.max_new_tokens
-    faults = [
-        need("environment.max_tokens", "> rollout.max_new_tokens or none", limit is None or limit > answer),
-        need("environment.retries", ">= 0", environment.retries >= 0),
-        need("environment.timeout", "> 0", environment.timeout > 0),
-    ]
+    faults = []
+    if limit is not None and limit <= config.rollout.max_new_tokens:
+        faults.append(f"environment.max_tokens = {limit}: allowed is > rollout.max_new_tokens or none")
     if not environment.id:
         return faults
     default = DataConfig()
@@ -184,78 +186,44 @@ def _environment_faults(config: Config, need: Callable[[str, str, bool], str]) -
     return faults
 
 
-def _faults(config: Config, world: int) -> list[str]:
+def _rollout_faults(config: Config, world: int) -> list[str]:
     rollout = config.rollout
-    loss = config.loss
-    optim = config.optim
-    train = config.train
-    evaluation = config.evaluation
-
-    need = partial(need_of, config)
-    faults = [
-        *_data_faults(config, need),
-        *_environment_faults(config, need),
-        *_divergence_faults(config),
-        *secrets.faults(asdict(config)),
-        need("rollout.prompts", ">= 1", rollout.prompts >= 1),
-        need(
-            "rollout.samples",
-            ">= 2, because the baseline is the mean of the group; 1 with loss.baseline = 'none'",
-            rollout.samples >= (1 if loss.baseline == "none" or loss.offline else 2),
-        ),
-        need("rollout.max_new_tokens", ">= 1", rollout.max_new_tokens >= 1),
-        need("rollout.temperature", "> 0", rollout.temperature > 0),
-        need("rollout.top_k", ">= 0 (0: off)", rollout.top_k >= 0),
-        need("rollout.top_p", "in (0, 1]", 0 < rollout.top_p <= 1),
-        need("rollout.min_p", "in [0, 1]", 0 <= rollout.min_p <= 1),
-        need("rollout.stop_ids", "token ids, >= 0", all(i >= 0 for i in rollout.stop_ids)),
-        need("rollout.max_rows", ">= 1", rollout.max_rows is None or rollout.max_rows >= 1),
-        need("rollout.ahead", ">= 0", rollout.ahead >= 0),
-        *_engine_faults(config),
-        need("calibration.samples", ">= 2", config.calibration.samples >= 2),
-        need("loss.aggregate_memory", "in [0, 1)", 0 <= loss.aggregate_memory < 1),
-        _policy_loss_fault(loss),
-        need("loss.beta", ">= 0", loss.beta >= 0),
-        need("loss.log_kl_every", ">= 0", loss.log_kl_every >= 0),
-        need("loss.target_kl", "> 0 or none", loss.target_kl is None or loss.target_kl > 0),
-        need("loss.epochs", ">= 1", loss.epochs >= 1),
-        need("loss.minibatches", ">= 1", loss.minibatches >= 1),
-        *lora_faults(config.lora, optim),
-        *config.parallel.faults(world),
-        *config.vllm.faults(world),
-        *optim_faults(optim, need),
-        need("train.steps", ">= 0", train.steps >= 0),
-        *train_faults(train, need),
-        *push_faults(train.push),
-        *profile_faults(train.profile, train.steps),
-        need("train.samples_every", ">= 0 (0: never)", train.samples_every >= 0),
-        need("train.max_empty_steps", ">= 0 (0: never)", train.max_empty_steps >= 0),
-        need(
-            "evaluation.prompts",
-            f"0 (no evaluation) or >= {world}, one prompt per rank",
-            evaluation.prompts == 0 or evaluation.prompts >= world,
-        ),
-        need("evaluation.samples", ">= 1", evaluation.samples >= 1),
-        need(
-            "evaluation.ns",
-            f"between 1 and evaluation.samples = {evaluation.samples}",
-            all(1 <= n <= evaluation.samples for n in evaluation.ns) and len(evaluation.ns) > 0,
-        ),
-    ]
-    if (
-        any(registry.is_voted(r.objective) for r in config.rewards.values())
-        and max(evaluation.ns, default=0) > MOST_VOTES
-    ):
-        faults.append(f"evaluation.ns: at most {MOST_VOTES} with the objective maj:N")
+    faults = []
+    if rollout.samples == 1 and config.loss.baseline != "none" and not config.loss.offline:
+        faults.append(
+            "rollout.samples = 1: allowed is >= 2, because the baseline is the mean of the group; 1 with "
+            "loss.baseline = 'none'"
+        )
     if rollout.prompts % world:
         faults.append(f"rollout.prompts = {rollout.prompts}: it must be a multiple of the number of ranks, {world}")
-    if loss.offline:
-        faults += _offline_faults(config)
-    elif loss.jeffreys:
-        faults += _jeffreys_faults(config)
-    if loss.algorithm == "ppo":
-        faults += _critic_faults(config, need)
-    faults += _correction_faults(config)
+    return faults
+
+
+def _evaluation_faults(config: Config, world: int) -> list[str]:
+    evaluation = config.evaluation
+    faults = []
+    if 0 < evaluation.prompts < world:
+        faults.append(
+            f"evaluation.prompts = {evaluation.prompts}: allowed is 0 (no evaluation) or >= {world}, one prompt per "
+            "rank"
+        )
+    if not evaluation.ns or not all(1 <= n <= evaluation.samples for n in evaluation.ns):
+        allowed = f"between 1 and evaluation.samples = {evaluation.samples}"
+        faults.append(f"evaluation.ns = {evaluation.ns!r}: allowed is {allowed}")
+    votes = any(registry.is_voted(reward.objective) for reward in config.rewards.values())
+    if votes and max(evaluation.ns, default=0) > MOST_VOTES:
+        faults.append(f"evaluation.ns: at most {MOST_VOTES} with the objective maj:N")
+    return faults
+
+
+def _loss_faults(config: Config) -> list[str]:
+    loss = config.loss
+    rollout = config.rollout
+    faults = []
+    try:
+        check_settings(loss.settings(beta=0.0), ref_logprob=None)
+    except ValueError as error:
+        faults.append(f"loss.{error}")
     if loss.minibatches > max(1, rollout.prompts * rollout.samples):
         faults.append(f"loss.minibatches = {loss.minibatches}: more than the completions per step")
     if loss.scale != "none" and not loss.offline and (loss.baseline == "none" or loss.algorithm == "ppo"):
@@ -272,7 +240,7 @@ def _faults(config: Config, world: int) -> list[str]:
         faults.append("loss.target_kl multiplies beta by a factor, so loss.beta must start above 0")
     if loss.aggregate_memory > 0 and loss.aggregate_at == "prompt":
         faults.append("loss.aggregate_memory needs loss.aggregate_at = 'batch': it averages means over prompts")
-    return faults + _reward_faults(config) + _aggregate_faults(config)
+    return faults
 
 
 def _engine_faults(config: Config) -> list[str]:
@@ -290,15 +258,6 @@ def _engine_faults(config: Config) -> list[str]:
             "train.deterministic: completions of vLLM depend on how it batches requests; use rollout.engine = 'nlgrpo'"
         )
     return faults
-
-
-def _policy_loss_fault(loss: LossConfig) -> str:
-    """Return the fault of the policy loss, which checks its settings itself; "" without one."""
-    try:
-        check_settings(loss.settings(beta=0.0), ref_logprob=None)
-    except ValueError as error:
-        return f"loss.{error}"
-    return ""
 
 
 def _correction_faults(config: Config) -> list[str]:
@@ -406,8 +365,6 @@ def _jeffreys_faults(config: Config) -> list[str]:
     n = config.offline.n
     samples = config.rollout.samples
     faults = []
-    if not 0 < config.loss.jeffreys < 1:
-        faults.append(f"loss.jeffreys = {config.loss.jeffreys}: allowed is in [0, 1)")
     if not config.calibration.rollouts:
         faults.append(
             "loss.jeffreys: needs samples of the reference, calibration.rollouts (a folder of `nlgrpo rollout`)"
@@ -417,17 +374,9 @@ def _jeffreys_faults(config: Config) -> list[str]:
     return faults
 
 
-def _critic_faults(config: Config, need: Callable[[str, str, bool], str]) -> list[str]:
+def _critic_faults(config: Config) -> list[str]:
     critic = config.critic
-    faults = [
-        need("critic.lr", ">= 0", critic.lr >= 0),
-        need("critic.warmup_steps", ">= 0", critic.warmup_steps >= 0),
-        need("critic.gamma", "in [0, 1]", 0 <= critic.gamma <= 1),
-        need("critic.lam", "in [0, 1]", 0 <= critic.lam <= 1),
-        need("critic.coef", "> 0", critic.coef > 0),
-    ]
-    if not critic.clip > 0:
-        faults.append(f"critic.clip = {critic.clip}: allowed is > 0 (inf: no limit)")
+    faults = []
     if critic.trunk == "shared" and critic.path:
         faults.append(f"critic.path = {critic.path!r}: critic.trunk = 'shared' has no model of its own; leave it empty")
     if config.loss.level == "sequence":
@@ -461,6 +410,7 @@ def _reward_faults(config: Config) -> list[str]:
             f"rewards {', '.join(rewards)}: two names differ only in - and _, which are the same on the command line"
         )
     for name, reward in rewards.items():
+        faults += bound_faults(reward, f"rewards.{name}.")
         if not re.fullmatch(r"\w[\w-]{,63}", name):
             faults.append(f"rewards: {name!r} is not a valid name; allowed are up to 64 letters, digits, - and _")
         if not math.isfinite(reward.weight):
@@ -471,8 +421,6 @@ def _reward_faults(config: Config) -> list[str]:
             faults.append(f"rewards.{name}.function is missing")
         if reward.transform and not config.loss.offline:
             faults += _transform_faults(f"rewards.{name}", reward, config)
-        if not reward.timeout > 0:
-            faults.append(f"rewards.{name}.timeout = {reward.timeout}: allowed is > 0 (inf: no limit)")
         try:
             objective = registry.parse(reward.objective, user_code.function)
             fewest = objective.fewest

@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nlgrpo.data.sources import nearest
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 from nlgrpo.runtime import user_code
 
 EXPECTED = "a list of {'role': .., 'content': ..}"
@@ -337,8 +336,8 @@ class ChatOptions:
         for name in self.template_kwargs:
             if name not in known:
                 raise UserError(
-                    f"{where}: the chat template has no argument {name!r}. It has {', '.join(sorted(known))}."
-                    f"{nearest(name, known)}"
+                    f"{where}: the chat template has no argument {name!r}{did_you_mean(nearest(name, known))} It has "
+                    f"{', '.join(sorted(known))}."
                 )
         if self.tools and "tools" not in known:
             raise UserError(f"{where} has tools, but the chat template does not use them.")
@@ -356,8 +355,8 @@ def _with_known_roles(messages: list[dict[str, Any]], template: str, where: str)
         named = f"'{role}'" in template or f'"{role}"' in template
         if role not in ROLES and not named:
             raise UserError(
-                f"{where}: message {number} has the role {role!r}, which the chat template does not know. Expected one "
-                f"of {', '.join(ROLES)}.{nearest(role, ROLES)}"
+                f"{where}: message {number} has the role {role!r}, which the chat template does not "
+                f"know{did_you_mean(nearest(role, ROLES))} Expected one of {', '.join(ROLES)}."
             )
         if message.get("tool_calls") and "tool_calls" not in template:
             raise UserError(

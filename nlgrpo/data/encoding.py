@@ -1,10 +1,11 @@
-"""Between texts and token ids: texts for sequence classifiers, and completions as texts."""
+"""Between texts and token ids: prompts, texts for sequence classifiers, completions, and ids of another tokenizer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -71,10 +72,6 @@ def decode(
     ]
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
 class Example(NamedTuple):
     where: str  # for messages
     prompt: Prompt
@@ -119,8 +116,7 @@ def encode_examples(
     texts = [example.prompt for example in examples if isinstance(example.prompt, str)]
     # verbose=False: no warning about long texts, which the caller drops.
     encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else [])
-    end = tokenizer.eos_token
-    strip = _appends_eos(tokenizer, next((text for text in texts if text and not (end and text.endswith(end))), "a"))
+    strip = _appends_eos(tokenizer, texts)
     nothing = list(tokenizer("", verbose=False)["input_ids"])
     out = []
     for where, prompt, row in examples:
@@ -149,8 +145,13 @@ def _lone_surrogate(prompt: Prompt) -> str | None:
     return None
 
 
-def _appends_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether the tokenizer appends EOS to a text. Compares with and without: BOS and EOS may be the same token."""
+def _appends_eos(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> bool:
+    """Whether the tokenizer appends EOS, to the first of the texts that does not end with it itself.
+
+    Compares with and without special tokens: BOS and EOS may be the same token.
+    """
+    end = tokenizer.eos_token
+    text = next((text for text in texts if text and not (end and text.endswith(end))), "a")
     eos = [tokenizer.eos_token_id]
     alone = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokenizer(text, verbose=False)["input_ids"][-1:] == eos != alone[-1:]
@@ -167,3 +168,44 @@ def _with_bos(ids: list[int], bos: int | None, add_bos: bool | None, where: str)
     if bos is None:
         raise UserError(f"{where} is empty, and the tokenizer has no BOS token to start from; remove the example.")
     return [bos]
+
+
+@dataclass(frozen=True)
+class Retokenizer:
+    """Converts token ids of ``source`` to token ids of ``target``, by way of the text.
+
+    The text of prompt and completion is decoded together, without ``source``'s special tokens and without an incomplete
+    character at its end. ``target`` adds its usual tokens before the text, and its EOS after a completion that ends in
+    one of the ``stops`` (ids of ``source``).
+    """
+
+    source: PreTrainedTokenizerBase
+    target: PreTrainedTokenizerBase
+    stops: Sequence[int]
+
+    def whole(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
+        """Convert prompt and completion. Raises UserError if their text has no token."""
+        ids = self._ids([*prompt, *completion])
+        end = self.target.eos_token_id
+        if not ids:
+            raise UserError(
+                "prompt and completion are an empty text, for which the value model's tokenizer has no token"
+            )
+        ended = completion and completion[-1] in self.stops and end is not None
+        return [*ids, end] if ended else ids
+
+    def parts(self, prompt: Sequence[int], completion: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Split `whole` into the ids of the prompt, at least one, and those of the completion.
+
+        A token with letters of both belongs to the completion.
+        """
+        whole = self.whole(prompt, completion)
+        prompt_ids = self._ids(prompt)
+        shared = next((i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b), len(prompt_ids))
+        return whole[: max(shared, 1)], whole[max(shared, 1) :]
+
+    def _ids(self, tokens: Sequence[int]) -> list[int]:
+        text = str(self.source.decode(list(tokens), skip_special_tokens=True)).rstrip(BROKEN)
+        ids: list[int] = self.target(text, verbose=False).input_ids
+        has_eos = len(ids) > 1 and ids[-1] == self.target.eos_token_id  # some tokenizers add it to every text
+        return ids[:-1] if has_eos else ids

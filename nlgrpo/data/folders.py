@@ -46,7 +46,11 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 def by_split(folder: Path) -> dict[str, list[Path]]:
     """Return the data files of a folder by their split. Raises UserError as `files_of`."""
-    entries = [path for path in sorted(folder.rglob("*")) if _is_data(path.relative_to(folder))]
+    entries = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and path.suffix.lower() != ".md" and path.name.lower() not in NO_DATA:
+            entries.append(path)
     files = [path for path in entries if path.is_file()]
     linked = [path for path in entries if path.is_symlink() and not path.is_file()]
     unknown = [str(path.relative_to(folder)) for path in files if kind_of(path) is None]
@@ -74,11 +78,6 @@ def describes_itself(folder: Path) -> bool:
         return False
     _, start, rest = readme.read_text("utf-8", errors="replace").partition("---\n")
     return bool(start) and re.search(r"^(?:configs|data_files):", rest.partition("\n---")[0], re.MULTILINE) is not None
-
-
-def _is_data(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and path.suffix.lower() != ".md" and path.name.lower() not in NO_DATA
 
 
 def _split_of(path: Path) -> str:

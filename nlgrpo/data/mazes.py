@@ -178,7 +178,9 @@ def split_of(maze: Maze) -> Split:
     """Return the split to which a maze's walls belong, wherever its start and goal are: 1/16 each are held out."""
     squares = repr((maze.height, maze.width, sorted(maze.open)))
     number = hashlib.sha256(squares.encode()).digest()[0] % 16
-    return "test" if number == 0 else "validation" if number == 1 else "train"
+    if number == 0:
+        return "test"
+    return "validation" if number == 1 else "train"
 
 
 def draw(rooms: int, seed: int, split: Split, shortest: int = 4, longest: int | None = None) -> Iterator[Maze]:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nlgrpo.data.conversations import ChatOptions, answered, brief, messages_in, messages_of, text_of
 from nlgrpo.data.encoding import ids_to_score
-from nlgrpo.data.sources import Row, nearest, read_rows
-from nlgrpo.errors import UserError
+from nlgrpo.data.sources import Row, read_rows
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,9 +169,11 @@ def load_preferences(
                     f"{source}, example {number}: column {prompt_column!r} is empty, and the answers share no prompt. "
                     "Give the prompt, remove the example, or set prompt_column = ''."
                 )
-    found = _Encoder(tokenizer, max_length, source).encode(_once(pairs))
-    chats = (row for row, pair in zip(rows, pairs, strict=True) if not isinstance(pair.chosen, str))
-    return replace(found, options=sum(any(map(row.get, OPTIONS)) for row in chats))
+    options = 0
+    for row, pair in zip(rows, pairs, strict=True):
+        if not isinstance(pair.chosen, str) and any(row.get(name) for name in OPTIONS):
+            options += 1
+    return replace(_encode(tokenizer, _once(pairs), max_length, source), options=options)
 
 
 def _check_columns(source: str, names: list[str], prompt_column: str, others: Sequence[str | None]) -> None:
@@ -179,12 +181,14 @@ def _check_columns(source: str, names: list[str], prompt_column: str, others: Se
     needed = list(others) + ([] if prompt_column in ("prompt", "") else [prompt_column])
     for column in needed:
         if column is not None and column not in names:
-            raise UserError(f"{source} has no column {column!r}. It has {', '.join(names)}.{nearest(column, names)}")
+            hint = did_you_mean(nearest(column, names))
+            raise UserError(f"{source} has no column {column!r}{hint} It has {', '.join(names)}.")
     questions = [name for name in names if not name.endswith("id")]  # prompt_id is none
     if prompt_column == "prompt" and "prompt" not in names and (close := nearest("prompt", questions)):
         raise UserError(
-            f"{source} has no column 'prompt', and the answers would have no question. It has {', '.join(names)}."
-            f"{close} Name it with prompt_column, or set prompt_column = '' for answers that are full dialogues."
+            f"{source} has no column 'prompt', and the answers would have no question{did_you_mean(close)} It has "
+            f"{', '.join(names)}. Name it with prompt_column, or set prompt_column = '' for answers that are full "
+            "dialogues."
         )
 
 
@@ -302,53 +306,50 @@ def _compared(pair: Pair) -> str:
         return pair.prompt
     begun = pair.chosen[: _common(pair.chosen, pair.rejected)]
     lines, newline, _ = begun.rpartition("\n")
+    if lines.strip():
+        return lines + newline
     words, space, _ = begun.rpartition(" ")
-    return lines + newline if lines.strip() else words + space if len(words.split()) >= 3 else ""
+    return words + space if len(words.split()) >= 3 else ""
 
 
-class _Encoder:
-    """Tokenises pairs and counts ties and truncated texts."""
+def _encode(tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], max_length: int, source: str) -> PairSet:
+    """Tokenise pairs, and count ties and truncated texts."""
+    tokenizer.truncation_side = "left"
+    found = PairSet([], [], [], [], [])
+    ties = 0
+    for number, pair in enumerate(pairs, 1):
+        where = f"{source}, example {number}"
+        chosen, lost_of_chosen = _side(tokenizer, pair.prompt, pair.chosen, max_length, where)
+        rejected, lost_of_rejected = _side(tokenizer, pair.prompt, pair.rejected, max_length, where)
+        if pair.chosen == pair.rejected or chosen == rejected:
+            ties += 1
+            continue
+        found.chosen.append(chosen)
+        found.rejected.append(rejected)
+        found.margins.append(pair.margin)
+        found.prompts.append(_compared(pair))
+        found.lost.append(max(lost_of_chosen, lost_of_rejected))
+    if not found.chosen:
+        raise UserError(f"{source}: chosen and rejected are equal in all {len(pairs):,} pairs.")
+    repeated = sum(pair.repeated for pair in pairs)
+    unasked = sum(not pair.prompt for pair in pairs)
+    return replace(found, ties=ties, repeated=repeated, unasked=unasked)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, source: str) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.source = source
-        self.tokenizer.truncation_side = "left"
 
-    def encode(self, pairs: list[Pair]) -> PairSet:
-        pair_set = PairSet([], [], [], [], [])
-        ties = 0
-        for number, pair in enumerate(pairs, 1):
-            where = f"{self.source}, example {number}"
-            chosen, rejected = (self._side(pair.prompt, answer, where) for answer in (pair.chosen, pair.rejected))
-            if pair.chosen == pair.rejected or chosen[0] == rejected[0]:
-                ties += 1
-                continue
-            pair_set.chosen.append(chosen[0])
-            pair_set.rejected.append(rejected[0])
-            pair_set.margins.append(pair.margin)
-            pair_set.prompts.append(_compared(pair))
-            pair_set.lost.append(max(chosen[1], rejected[1]))
-        if not pair_set.chosen:
-            raise UserError(f"{self.source}: chosen and rejected are equal in all {len(pairs):,} pairs.")
-        return replace(
-            pair_set,
-            ties=ties,
-            repeated=sum(pair.repeated for pair in pairs),
-            unasked=sum(not pair.prompt for pair in pairs),
-        )
-
-    def _side(self, prompt: Any, answer: Any, where: str) -> tuple[list[int], int]:
-        """Return the ids of prompt and answer, and their truncation (see `PairSet.lost`)."""
-        templated = not isinstance(prompt, str)
+def _side(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: Any, max_length: int, where: str
+) -> tuple[list[int], int]:
+    """Return the ids of prompt and answer, and their truncation (see `PairSet.lost`)."""
+    templated = not isinstance(prompt, str)
+    if templated:
+        text = ChatOptions().text(tokenizer, answered(prompt, answer), where, whole=True)
+    else:
         text = text_of(prompt) + text_of(answer)
-        if templated:
-            text = ChatOptions().text(self.tokenizer, answered(prompt, answer), where, whole=True)
-        ids = ids_to_score(self.tokenizer, text, None, templated=templated)
-        if not ids:
-            raise UserError(f"{where}: the text {text!r} has no tokens, and the tokenizer has no EOS to add.")
-        if len(ids) <= self.max_length:
-            return ids, 0
-        alone = ids_to_score(self.tokenizer, text_of(answer), None, templated=templated)
-        ids = ids_to_score(self.tokenizer, text, self.max_length, templated=templated)
-        return ids, 1 + (len(alone) > self.max_length)
+    ids = ids_to_score(tokenizer, text, None, templated=templated)
+    if not ids:
+        raise UserError(f"{where}: the text {text!r} has no tokens, and the tokenizer has no EOS to add.")
+    if len(ids) <= max_length:
+        return ids, 0
+    alone = ids_to_score(tokenizer, text_of(answer), None, templated=templated)
+    ids = ids_to_score(tokenizer, text, max_length, templated=templated)
+    return ids, 2 if len(alone) > max_length else 1

@@ -8,8 +8,8 @@ from string import Formatter
 from typing import Any
 
 from nlgrpo.data.conversations import EXPECTED, Prompt, brief, messages_in, messages_of
-from nlgrpo.data.sources import Row, nearest
-from nlgrpo.errors import UserError
+from nlgrpo.data.sources import Row
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 
 class PromptMaker:
@@ -46,7 +46,8 @@ class PromptMaker:
             )
         for _, field in self.pieces:
             if field is not None and field not in names:
-                raise UserError(f"{source} has no column {field!r}. It has {', '.join(names)}.{nearest(field, names)}")
+                hint = did_you_mean(nearest(field, names))
+                raise UserError(f"{source} has no column {field!r}{hint} It has {', '.join(names)}.")
 
     def make(self, row: Row, number: int) -> Prompt | None:
         """Return the prompt of example ``number`` (from 1), or None if ``cut_after`` is not in it."""
@@ -72,7 +73,8 @@ class PromptMaker:
 
     def _text(self, row: Row, field: str, where: str) -> str | None:
         if field not in row:
-            raise UserError(f"{where} has no column {field!r}. It has {', '.join(row)}.{nearest(field, row)}")
+            hint = did_you_mean(nearest(field, row))
+            raise UserError(f"{where} has no column {field!r}{hint} It has {', '.join(row)}.")
         value = row[field]
         is_number = isinstance(value, int | float) and math.isfinite(value)
         is_flag = isinstance(value, bool) and self.bare  # no prompt, but a word that a template may write

@@ -9,7 +9,6 @@ the file and the line.
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -23,19 +22,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nlgrpo.data.folders import SUFFIXES, by_split, describes_itself, files_of, kind_of
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 from nlgrpo.runtime.atomic_files import POINTER, is_pointer
 
 Row = dict[str, Any]
 MAZES = ("maze-train", "maze-validation", "maze-test", "maze-long", "maze-large")  # sets that `mazes` draws
 # Columns that reward functions do not get: names of their other arguments, and names that TRL withholds.
 RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return the end of an error message with the names most similar to ``word``; empty if there are none."""
-    close = difflib.get_close_matches(word, list(words), n=3)
-    return f" Nearest: {', '.join(map(repr, close))}." if close else ""
 
 
 def read_rows(source: str, split: str = "train", separator: str | None = None) -> Iterator[Row]:
@@ -49,7 +42,10 @@ def read_rows(source: str, split: str = "train", separator: str | None = None) -
     if source in MAZES:
         from nlgrpo.data import mazes
 
-        _check_generated(source, split, separator)
+        if split != "train":
+            raise UserError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(MAZES)}.")
+        if separator is not None:
+            raise UserError(_no_text(separator, source))
         return iter(mazes.SETS[source].rows())
     path = _local(source, split, separator)
     if (files := _files(path, split, separator)) is not None:
@@ -76,14 +72,6 @@ def unread(read: Collection[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _check_generated(source: str, split: str, separator: str | None) -> None:
-    """Raise UserError for options that a set of mazes does not have."""
-    if split != "train":
-        raise UserError(f"split = {split!r}, but {source!r} has no splits. The sets: {', '.join(MAZES)}.")
-    if separator is not None:
-        raise UserError(_no_text(separator, source))
-
-
 def _local(source: str, split: str, separator: str | None) -> Path:
     """Return the path of a source, which need not exist if it can be the name of a data set."""
     path = Path(os.path.expanduser(source))
@@ -105,8 +93,12 @@ def _no_text(separator: str, source: str | Path) -> str:
 
 def _is_plain_folder(path: Path) -> bool:
     """Whether a path is a folder of data files, not one that `datasets` has to read."""
-    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-    return path.is_dir() and not saved and not describes_itself(path)
+    return path.is_dir() and not _is_saved(path) and not describes_itself(path)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote a folder: it leaves one of two files there."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _files(path: Path, split: str, separator: str | None) -> list[Path] | None:
@@ -154,8 +146,10 @@ def stream(
         data = datasets.IterableDataset.from_generator(_read_files, gen_kwargs={"paths": files, "separator": separator})
     else:
         data = _load_datasets(source, path, split, streaming=True)
-    data = data if limit is None else data.take(limit)
-    data = data.skip(skip) if skip else data
+    if limit is not None:
+        data = data.take(limit)
+    if skip:
+        data = data.skip(skip)
     if buffer:
         data = data.shuffle(seed=seed, buffer_size=buffer)
         data.set_epoch(epoch)
@@ -170,7 +164,8 @@ def _is_hub_name(source: str) -> bool:
 def _missing(path: Path) -> str:
     if not os.path.isdir(path.parent):
         return f"There is no file {path}: its folder {path.parent} does not exist."
-    return f"There is no file {path}.{nearest(path.name, (p.name for p in path.parent.iterdir()))}"
+    beside = [other.name for other in path.parent.iterdir()]
+    return f"There is no file {path}{did_you_mean(nearest(path.name, beside, n=3))}"
 
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Row]:
@@ -294,7 +289,9 @@ def _list_of_rows(value: dict[str, Any], within: str = "") -> str | None:
 
     Messages and tools are also lists of objects, of one row.
     """
-    for key, part in value.items() if within.count(".") < 4 else ():
+    if within.count(".") == 4:
+        return None
+    for key, part in value.items():
         if isinstance(part, list) and part and all(isinstance(row, dict) for row in part):
             if not any({"role", "from", "function"} & row.keys() for row in part):
                 return f"{within}{key}"
@@ -322,7 +319,9 @@ def _cause(error: Exception) -> str:
         return str(error)
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg} at column {error.colno})"
-    return f"not JSON ({'nested too deeply' if isinstance(error, RecursionError) else str(error).partition(';')[0]})"
+    if isinstance(error, RecursionError):
+        return "not JSON (nested too deeply)"
+    return f"not JSON ({str(error).partition(';')[0]})"
 
 
 def _as_row(row: object, where: str) -> Row:
@@ -335,8 +334,10 @@ def _read_text(path: Path, separator: str | None) -> Iterator[Row]:
     """Read one prompt per line, or one per document between separators; empty ones are skipped."""
     if separator == "":
         raise UserError("separator is empty; omit it for one prompt per line.")
-    lines = (line for _, line in _lines(path))
-    for text in lines if separator is None else "".join(lines).split(separator):
+    texts: Iterable[str] = (line for _, line in _lines(path))
+    if separator is not None:
+        texts = "".join(texts).split(separator)
+    for text in texts:
         if text.strip():
             yield {"prompt": text.strip()}
 
@@ -362,16 +363,29 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 f"{path}, line {number}: not readable as CSV ({len(row)} values, but the first line has {len(names)} "
                 "columns)."
             )
-    texts = {name: [row[i] for _, row in rows] for i, name in enumerate(names)}
-    columns = {name: _typed(values) for name, values in texts.items() if name or any(values)}
-    yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    columns: dict[str, list[Any]] = {}
+    for i, name in enumerate(names):
+        columns[name] = [row[i] for _, row in rows]
+    if not any(columns.get("", ())):
+        columns.pop("", None)
+    columns = {name: _typed(texts) for name, texts in columns.items()}
+    if not columns:
+        return
+    for i in range(len(rows)):
+        yield {name: values[i] for name, values in columns.items()}
 
 
 def _typed(texts: list[str]) -> list[Any]:
     """Return the values of a column as numbers (None if empty) if Python writes all of them so, else as texts."""
-    numbers = [_number(text) if text else None for text in texts]
-    numeric = all(number is not None or not text for number, text in zip(numbers, texts, strict=True))
-    return list(numbers) if numeric and any(texts) else list(texts)
+    if not any(texts):
+        return list(texts)
+    numbers: list[Any] = []
+    for text in texts:
+        number = _number(text) if text else None
+        if text and number is None:
+            return list(texts)
+        numbers.append(number)
+    return numbers
 
 
 def _number(text: str) -> int | float | None:
@@ -397,23 +411,27 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _load_datasets(source: str, path: Path, split: str, *, streaming: bool = False) -> Any:
-    """Open a folder or a data set of the hub. ``save_to_disk`` writes one of two files that mark its folders."""
+    """Open a folder or a data set of the hub."""
     import datasets
 
     local = os.path.isdir(path)
-    saved = local and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file())
-    name, _, config = (str(path), "", "") if local else source.partition(":")
+    saved = local and _is_saved(path)
     try:
         if saved:
-            data = datasets.load_from_disk(name)
+            data = datasets.load_from_disk(str(path))
+        elif local:
+            data = datasets.load_dataset(str(path), split=split, streaming=streaming)
         else:
+            name, _, config = source.partition(":")
             data = datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         hint = "" if local else f"\n  There is no local file or folder {source} either."
         raise UserError(f"{source} (split {split!r}) cannot be loaded as a data set: {error}{hint}") from error
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
-            raise UserError(f"{source} has no split {split!r}. It has {', '.join(data)}.{nearest(split, data)}")
+            raise UserError(
+                f"{source} has no split {split!r}{did_you_mean(nearest(split, data))} It has {', '.join(data)}."
+            )
         data = data[split]
     elif saved and split not in ("train", str(data.split)):
         raise UserError(f"{source} is one saved data set, without splits, but split = {split!r}. Remove the split.")

@@ -49,8 +49,7 @@ class PromptStream:
         self.held_out = held_out
         self._next: int = 0  # number of the prompt that `_prompts` gives next
         self._prompts: Iterator[_Read] = self._all_epochs()
-        o = reader.options
-        first = list(islice(stream(reader.source, o.split, o.separator, limit=o.limit), CHUNK))
+        first = list(islice(self._read_rows(), CHUNK))
         self._maker = reader.maker(first)
         self._names: dict[str, None] = {}  # an ordered set
         self._learn_names(first)
@@ -97,8 +96,12 @@ class PromptStream:
                     yield example.prompt
 
     def _searched(self) -> Iterator[Row]:
-        o = self.reader.options
-        return islice(stream(self.reader.source, o.split, o.separator, limit=o.limit), SEARCHED)
+        return islice(self._read_rows(), SEARCHED)
+
+    def _read_rows(self, **order: int) -> Iterator[Row]:
+        """Read the source from its beginning. ``order``: as `sources.stream`."""
+        options = self.reader.options
+        return iter(stream(self.reader.source, options.split, options.separator, limit=options.limit, **order))
 
     def take(self, cursor: int, count: int) -> Batch:
         """Return the prompts number ``cursor`` to ``cursor + count - 1`` of the run.
@@ -163,20 +166,8 @@ class PromptStream:
             epoch += 1
 
     def _rows(self, epoch: int, *, shuffled: bool) -> Iterator[Row]:
-        o = self.reader.options
         buffer = self.shuffle_buffer if shuffled else 0
-        return iter(
-            stream(
-                self.reader.source,
-                o.split,
-                o.separator,
-                limit=o.limit,
-                skip=self.skip,
-                buffer=buffer,
-                seed=self.seed,
-                epoch=epoch,
-            )
-        )
+        return self._read_rows(skip=self.skip, buffer=buffer, seed=self.seed, epoch=epoch)
 
     def _epoch(self, rows: Iterator[Row]) -> Iterator[tuple[_Read, int]]:
         """Yield the prompts of rows, and the number of rows read up to each."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.retokenize import Retokenizer
+from nlgrpo.data.encoding import Retokenizer
 from nlgrpo.engine.chunked_decoding import ModelValue, Prefixes
 from nlgrpo.engine.guided_search import Search, Value
 from nlgrpo.engine.rollouts.store import digest_of_model, digest_of_tokenizer, same_ids

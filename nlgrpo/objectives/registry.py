@@ -9,13 +9,13 @@ A config names an objective by a string: "mean", "bon:4", "soft:0.1". `parse` re
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nlgrpo.errors import did_you_mean, nearest
 from nlgrpo.kernels import reference
 from nlgrpo.objectives.advantages import Baseline
 from nlgrpo.objectives.base import Objective
@@ -153,11 +153,11 @@ def split_name(text: str, forms: Mapping[str, Form], what: str) -> tuple[str, li
     if name in forms:
         return name, arguments
     known = ", ".join(form.text for form in forms.values())
-    near = difflib.get_close_matches(name.lower(), forms, cutoff=0.6)
+    near = nearest(name.lower(), forms, n=3)
     # names with swapped letters come first
     near.sort(key=lambda other: sorted(other) != sorted(name.lower()))
-    hint = f" Did you mean {forms[near[0]].text!r}?" if near else ""
-    raise ValueError(f"{what} {text!r} is not known; expected one of {known}.{hint}")
+    hint = did_you_mean([forms[other].text for other in near[:1]])
+    raise ValueError(f"{what} {text!r} is not known{hint} Expected one of {known}.")
 
 
 def parse_name(text: str, forms: Mapping[str, Form], what: str) -> Any:

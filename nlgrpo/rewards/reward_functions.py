@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from nlgrpo.data.conversations import text_of
-from nlgrpo.data.sources import RESERVED, nearest
-from nlgrpo.errors import UserCodeError, UserError, show_traceback
+from nlgrpo.data.sources import RESERVED
+from nlgrpo.errors import UserCodeError, UserError, did_you_mean, nearest, show_traceback
 from nlgrpo.rewards.calling import (
     PROVIDED,
     Call,
@@ -154,10 +154,10 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
         missing = missing_columns([reward], columns)
         if missing:
             available = ", ".join(columns) or "none besides the prompt"
-            close = "".join(nearest(column, columns) for column in missing)
+            close = [near for column in missing for near in nearest(column, columns)]
             raise UserError(
-                f"reward {reward.name!r} needs {', '.join(map(repr, missing))}. "
-                f"Columns of the data: {available}.{close}"
+                f"reward {reward.name!r} needs {', '.join(map(repr, missing))}{did_you_mean(close)} "
+                f"Columns of the data: {available}."
             )
 
 

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 from nlgrpo.rewards.processes.user_functions import bind, imported
 from nlgrpo.rewards.reward_functions import Reward
 from nlgrpo.runtime import secrets, user_code
-from nlgrpo.runtime.user_code import nearest
 
 # name: (module in this folder, class); a module is imported when one of its rewards is used
 REWARDS = {
@@ -205,4 +204,5 @@ def _unknown(target: str, builtin: Mapping[str, tuple[str, str]], kind: str) -> 
         forms.append(f"{name}({', '.join(arguments)})")
     forms += ["package.module:function", "path/to/file.py:function"]
     forms += ["a folder with a config.json (a classifier)"] * (kind == "reward")
-    return f"there is no {kind} {target!r}{nearest(target, list(builtin))} Supported:\n  " + "\n  ".join(forms)
+    hint = did_you_mean(nearest(target, builtin))
+    return f"there is no {kind} {target!r}{hint} Supported:\n  " + "\n  ".join(forms)

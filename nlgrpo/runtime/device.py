@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -95,9 +94,7 @@ def gpu_named(name: str) -> GPU:
     """Return the GPU of this name in `GPUS`. Raises UserError, with the nearest name, if there is none."""
     key = name.lower().replace("_", "-")
     if key not in GPUS:
-        near = difflib.get_close_matches(key, GPUS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown GPU {name!r}; {hint}known are: {', '.join(GPUS)}")
+        raise UserError(f"unknown GPU {name!r}{did_you_mean(nearest(key, GPUS))} Known are: {', '.join(GPUS)}")
     return GPUS[key]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -12,12 +11,12 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 PREFIX = "_nlgrpo_user_"  # of the names of modules that are imported from a file
 NLGRPO = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ def function(target: str) -> Callable[..., Any]:
     module = _import_file(Path(os.path.expanduser(place))) if place.endswith(".py") else _import_module(place)
     if not hasattr(module, attribute):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(f"{place} has no {attribute!r}{nearest(attribute, functions)}")
+        raise UserError(f"{place} has no {attribute!r}{did_you_mean(nearest(attribute, functions))}")
     value = getattr(module, attribute)
     if not callable(value):
         raise UserError(f"{attribute!r} in {place} is not a function; its type is {type(value).__name__}")
@@ -52,12 +51,6 @@ def parameters(function: Callable[..., Any]) -> tuple[list[str], set[str], bool]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return [p.name for p in named], {p.name for p in named if p.default is p.empty}, takes_all
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the end of an error message about an unknown ``name``: the most similar known name, or a full stop."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def _import_module(name: str) -> ModuleType:

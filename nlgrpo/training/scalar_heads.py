@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.config.schema import EpochsConfig, ModelConfig, OptimConfig
+from nlgrpo.config.schema import ScalarHeadConfig
 from nlgrpo.config.validate import refuse
 from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.engine import as_trained
@@ -32,39 +32,15 @@ from nlgrpo.model import adapters, decoder, fsdp, lora, reward_model
 from nlgrpo.model.architectures import shape_of
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients
-from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import compute_dtype, master_dtype
-from nlgrpo.runtime.distributed import ParallelConfig, Ranks
+from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, every
 from nlgrpo.training.learner import make_optimizer
 from nlgrpo.training.schedules import learning_rate
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.trainer import Trainer
-
-
-class Evaluated(Protocol):
-    every: int
-
-
-class ScalarHeadConfig(Protocol):
-    """Sections that every configuration of a `ScalarHeadTrainer` has."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def lora(self) -> LoraConfig: ...
-    @property
-    def parallel(self) -> ParallelConfig: ...
-    @property
-    def optim(self) -> OptimConfig: ...
-    @property
-    def train(self) -> EpochsConfig: ...
-    @property
-    def evaluation(self) -> Evaluated: ...
-    @property
-    def run(self) -> Path: ...
 
 
 class Totals(Protocol):

@@ -6,7 +6,7 @@ import pytest
 import shtab
 
 from nlgrpo import cli
-from nlgrpo.apps.shell.completion import parser
+from nlgrpo.apps.shell.shell import parser
 
 TRY = """
 source {script}

@@ -150,7 +150,10 @@ def test_what_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     for arguments, message in {
-        ("--transforms", "identity,lg"): "transform 'lg' is not known; expected one of identity, log",
+        (
+            "--transforms",
+            "identity,lg",
+        ): "transform 'lg' is not known; did you mean 'log'? Expected one of identity, log",
         ("--transforms", ","): "--transforms is empty",
         ("--kls", ""): "--kls is empty",
         ("--kls", "1;2"): "--kls '1;2': expected numbers separated by commas",

@@ -63,7 +63,6 @@ def run_of(*more):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["trian"], "did you mean 'train'?"),
         (["train", "mase"], "unknown recipe 'mase'"),
         (["train", "nothere.toml"], "there is no configuration file nothere.toml"),
         (["train", "broken.toml"], "broken.toml"),
@@ -81,7 +80,7 @@ def run_of(*more):
         (run_of("--data.prompt-column=question"), "has no column 'question'"),
         (run_of("--model.path=nothere"), "model 'nothere' is neither a directory"),
         (run_of("--model.path=."), "has no config.json"),
-        (run_of("--train.out=file/run"), "file/run"),
+        (run_of("--train.out=file/run"), "file/run cannot be used as the folder of a run"),
         (run_of("--train.profile=5:9"), "train.profile = '5:9': the run has the steps 0 to 1"),
         (
             run_of("--rewards.x.function=rewards.py:no_kernel", "--rewards.x.objective=dpp:2", "--rollout.samples=4"),
@@ -193,6 +192,20 @@ def test_debug_shows_the_traceback_of_a_mistake_too(folder, monkeypatch, capsys)
     assert "Traceback" in said
     assert "error: nothere is not a folder" in said
     assert errors.REPORT not in said
+
+
+@pytest.mark.parametrize(
+    ("word", "n", "said"),
+    [
+        ("trian", 1, "; did you mean 'train'?"),
+        ("trai", 2, "; did you mean 'train' or 'trail'?"),
+        ("zzz", 1, ". Known: all"),
+    ],
+)
+def test_nearest_names_are_suggested(word, n, said):
+    near = errors.nearest(word, {"train": 1, "trail": 2, "evaluate": 3}, n=n)
+    assert errors.did_you_mean(near, ". Known: all") == said
+    assert errors.did_you_mean([]) == "."
 
 
 def test_the_class_of_users_errors_is_public():

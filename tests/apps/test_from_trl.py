@@ -19,8 +19,9 @@ from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
 from nlgrpo import cli
-from nlgrpo.apps.convert import trl_lora, trl_loss, trl_options
-from nlgrpo.apps.convert.from_trl import convert, read
+from nlgrpo.apps.convert import trl_conversion, trl_options
+from nlgrpo.apps.convert.trl_conversion import convert
+from nlgrpo.apps.convert.trl_files import read
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import OptimConfig
@@ -108,7 +109,7 @@ def test_every_option_of_the_installed_classes_is_in_a_table_with_its_default(ta
     assert table.keys() - ABSENT == installed.keys()
     for name, default in installed.items():
         if name == "optim":  # depends on the version of PyTorch
-            assert default in trl_loss.ADAMW
+            assert default in trl_conversion.ADAMW
         elif name not in ("runtime_config", "peft_type") and default is not inspect.Parameter.empty:
             assert table[name].default == default, name
         assert table[name].keys or table[name].note, name
@@ -131,7 +132,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_code():
 
 
 def test_peft_s_modules_are_those_of_peft():
-    for kind, modules in trl_lora.TARGETS.items():
+    for kind, modules in trl_conversion.TARGETS.items():
         assert list(modules) == TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[kind]
 
 
@@ -205,18 +206,41 @@ def test_batches(options, world, expected):
         assert trl.generation_batch_size // trl.num_generations == expected["prompts"]
 
 
-def test_losses_and_engines():
-    assert keys({"loss_type": "cispo", "epsilon_high": 5.0})["loss"]["eps_high"] == 4.0
-    assert keys({"loss_type": "cispo", "epsilon_high": 5.0})["loss"]["surrogate"] == "cispo"
+VLLM = {"use_vllm": True}
+BY_TOKEN = {**VLLM, "vllm_importance_sampling_mode": "token_truncate", "vllm_mode": "server"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss.eps_high": 4.0, "loss.surrogate": "cispo"}),
+        ({"epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0}, {"loss.dual_clip": 4.0}),
+        ({}, {"loss.correction": None}),
+        (VLLM, {"rollout.engine": "vllm", "loss.correction": "mis:0:3"}),
+        (BY_TOKEN, {"loss.correction": "tis:3", "loss.correction_level": "token"}),
+        (BY_TOKEN, {"vllm.servers": ["http://127.0.0.1:8000"]}),
+        ({**VLLM, "vllm_importance_sampling_cap": 2.0}, {"loss.correction": "mis:0:2"}),
+        ({**VLLM, "vllm_importance_sampling_clip_max": None}, {"loss.correction": "mis:0:inf"}),
+        ({"warmup_steps": 0.1}, {"optim.warmup_steps": None}),
+        ({"bf16": False}, {"model.dtype": "float32"}),
+        ({"dtype": "float32"}, {"model.dtype": None}),  # bf16 is TRL's default: bfloat16 with float32 weights
+        ({"max_steps": 100, "save_steps": 0.1}, {"train.checkpoint_every": 10}),
+        ({"save_strategy": "no"}, {"train.checkpoint_every": 0}),
+        ({"save_total_limit": 3}, {"train.keep_checkpoints": 3}),
+        ({"top_k": -1}, {"rollout.top_k": None}),
+        ({"full_determinism": True}, {"train.deterministic": True}),
+    ],
+)
+def test_keys_that_follow_from_options(options, expected):
+    """None: the default of nlgrpo, which is not written."""
+    found = keys(options)
+    for key, value in expected.items():
+        section, name = key.split(".")
+        assert found.get(section, {}).get(name) == value, key
+
+
+def test_an_unknown_loss_is_listed():
     assert convert({"loss_type": "sapo"}).missing == ["loss_type = 'sapo': this run has the loss 'dapo'"]
-    assert keys({"epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0})["loss"]["dual_clip"] == 4.0
-    assert "correction" not in keys({})["loss"]
-    vllm = keys({"use_vllm": True})
-    assert (vllm["rollout"]["engine"], vllm["loss"]["correction"]) == ("vllm", "mis:0:3")
-    tis = keys({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_mode": "server"})
-    assert (tis["loss"]["correction"], tis["loss"]["correction_level"]) == ("tis:3", "token")
-    assert tis["vllm"]["servers"] == ["http://127.0.0.1:8000"]
-    assert keys({"warmup_steps": 0.1})["optim"].get("warmup_steps", 0) == 0
 
 
 @pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, '{"enable_thinking": false}'])
@@ -488,6 +512,17 @@ def test_evaluation_is_that_of_trl():
     assert keys({"eval_strategy": False})["evaluation"] == {"prompts": 0}  # YAML reads `no` so
 
 
+def test_evaluation_data_of_a_script(tmp_path):
+    text = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+GRPOTrainer(model="m", reward_funcs=[], args=GRPOConfig(eval_strategy="steps"),
+            eval_dataset=load_dataset("org/held", "main", split="test"))
+"""
+    found, _ = converted(tmp_path, text)
+    assert found["data"] == {"evaluation": "org/held:main", "evaluation_split": "test"}
+
+
 def test_secrets_are_not_written():
     given = {"hub_token": "hf_abcdefghijklmnopqrstuvwxyz", "wandb_api_key": "abc", "run": "sk-abcdefghijklmnopqrst"}
     text = convert(given)
@@ -566,18 +601,6 @@ def test_processes_are_given_once(tmp_path, capsys):
 )
 def test_what_differs_is_said(options, said):
     assert said in convert(options).toml()
-
-
-def test_keys_that_follow_from_several_options():
-    assert keys({"bf16": False})["model"]["dtype"] == "float32"
-    assert "dtype" not in keys({"dtype": "float32"})["model"]  # bf16 is TRL's default: bfloat16 with float32 weights
-    assert keys({"max_steps": 100, "save_steps": 0.1})["train"]["checkpoint_every"] == 10
-    assert keys({"save_strategy": "no"})["train"]["checkpoint_every"] == 0
-    assert keys({"save_total_limit": 3})["train"]["keep_checkpoints"] == 3
-    assert keys({"top_k": -1})["rollout"].get("top_k", 0) == 0
-    assert keys({"full_determinism": True})["train"]["deterministic"] is True
-    assert keys({"use_vllm": True, "vllm_importance_sampling_cap": 2.0})["loss"]["correction"] == "mis:0:2"
-    assert keys({"use_vllm": True, "vllm_importance_sampling_clip_max": None})["loss"]["correction"] == "mis:0:inf"
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant_with_warmup"])

@@ -316,7 +316,7 @@ def test_a_file_and_the_command_line(tmp_path, work):
         ("train.epochs", 0.0, "> 0"),
         ("train.epochs", float("inf"), "> 0"),
         ("train.pairs", 0, ">= 1"),
-        ("train.seed", -1, r"in \[0, 2\^63\)"),
+        ("train.seed", -1, ">= 0"),
         ("train.micro_batch_tokens", 0, ">= 1 or none"),
         ("train.checkpoint_every", -1, ">= 0"),
         ("train.keep_checkpoints", 0, ">= 1"),

@@ -132,7 +132,7 @@ def test_g_and_its_integral(objective):
         ("wor:4:kde", "expected a rank-based objective"),
         (None, "None: expected a rank-based objective"),
         ("cvar:2", "expected a number in"),
-        ("bonn:4", "Did you mean 'bon:N'"),
+        ("bonn:4", "did you mean 'bon:N'"),
         ("distortion:1,-1", r"f\(.*\) = -1; a procedure needs f >= 0"),
         (Distortion(lambda z: z - 0.1, named="low"), r"low: f\(0\) = -0.1; a procedure needs f >= 0"),
         (

@@ -60,12 +60,13 @@ def test_torchrun_s_entry_says_so_too():
 
 
 def test_a_misspelled_environment_variable_has_the_nearest_name():
-    with pytest.raises(ValueError, match="NLGRPO_ATENTION is not known; did you mean NLGRPO_ATTENTION"):
-        check_arguments([], {"NLGRPO_ATENTION": "packed"})
-    with pytest.raises(ValueError, match="NLGRPO_APIKEY is not known; did you mean NLGRPO_API_KEY"):
-        check_arguments([], {"NLGRPO_APIKEY": "x"})
-    with pytest.raises(ValueError, match=r"NLGRPO_TRITON = 'off': expected 0 \(without Triton\) or 1"):
-        check_arguments([], {"NLGRPO_TRITON": "off"})
+    for name, value, message in (
+        ("NLGRPO_ATENTION", "packed", "NLGRPO_ATENTION is not known; did you mean 'NLGRPO_ATTENTION'"),
+        ("NLGRPO_APIKEY", "x", "NLGRPO_APIKEY is not known; did you mean 'NLGRPO_API_KEY'"),
+        ("NLGRPO_TRITON", "off", r"NLGRPO_TRITON = 'off': expected 0 \(without Triton\) or 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_arguments([], {name: value})
 
 
 def test_another_one_is_noted_on_the_first_rank(capsys):

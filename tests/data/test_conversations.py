@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 from chat_model import chat_tokenizer, template
-from test_prompt_dataset import write_lines
+from support.prompts import write_lines
 
 from nlgrpo.data.conversations import ChatOptions, answered, is_continued, load_tools
 from nlgrpo.data.encoding import encode
@@ -142,7 +142,7 @@ def test_tools_that_are_none(tmp_path, monkeypatch, name, message):
 
 def test_arguments_that_the_template_does_not_have(tmp_path, tokenizer):
     """`apply_chat_template` would ignore them."""
-    with pytest.raises(ValueError, match=r"no argument 'enable_thinkin'.* It has .*Nearest: 'enable_thinking'"):
+    with pytest.raises(ValueError, match=r"no argument 'enable_thinkin'; did you mean 'enable_thinking'\? It has "):
         load_rows(tmp_path, tokenizer, {"prompt": USER}, template_kwargs={"enable_thinkin": False})
     plain = chat_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ValueError, match="has tools, but the chat template does not use them"):
@@ -245,7 +245,7 @@ def test_other_texts_stay_texts(tmp_path, tokenizer, text):
         ([{"from": "human", "value": "Hi"}], ["has no 'role'", "Rename 'from' and 'value' to 'role' and 'content'"]),
         (said("Hi", role=3), ["a int (3) as its role", "'user'"]),
         (said("Hi", role="human"), ["'human'", "does not know", "system, developer, user, assistant, tool"]),
-        (said("Hi", role="usr"), ["'usr'", "Nearest: 'user'"]),
+        (said("Hi", role="usr"), ["'usr'", "did you mean 'user'"]),
         ([], ["no message to answer"]),
         (["Hi"], ["instead of a list of {'role'"]),
         (BROKEN_JSON, ["column 'prompt'", "is not JSON", "json.dumps"]),

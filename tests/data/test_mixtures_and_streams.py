@@ -5,7 +5,7 @@ import json
 
 import datasets
 import pytest
-from test_prompt_dataset import make_tokenizer, write_lines
+from support.prompts import make_tokenizer, write_lines
 
 from nlgrpo.config import schema
 from nlgrpo.data import sources
@@ -293,7 +293,7 @@ def test_a_column_that_no_row_has_is_named_with_the_nearest(tmp_path, tokenizer)
     def reward(completions, anser):
         return []
 
-    with pytest.raises(ValueError, match=r"needs 'anser'. Columns of the data: number, answer. Nearest: 'answer'"):
+    with pytest.raises(ValueError, match=r"needs 'anser'; did you mean 'answer'\? Columns of the data: number, answer"):
         check_columns([Reward("r", reward)], prompts.names)
 
 

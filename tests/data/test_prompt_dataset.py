@@ -9,29 +9,18 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from support.prompts import WORDS, ids, load, make_tokenizer, write_lines
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nlgrpo.data.conversations import plain_text
 from nlgrpo.data.encoding import decode, encode
-from nlgrpo.data.prompt_dataset import load_prompt_set, visits
+from nlgrpo.data.prompt_dataset import visits
 from nlgrpo.data.sources import read_rows, stream, unread
 from nlgrpo.model.hf_weights import locate
 
-WORDS = ["<s>", "</s>", "<unk>", *"abcdefg:12", "user", "assistant", "what", "is", "Question", "Answer"]
 TURN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 CHAT = TURN + "{% if add_generation_prompt %}assistant :{% endif %}"
-
-
-def make_tokenizer(before=(), after=(), **special):
-    """A tokenizer with one id per word that adds ``before`` and ``after`` to every text."""
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    single = " ".join([*before, "$A", *after])
-    core.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(w, WORDS.index(w)) for w in WORDS[:2]]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +31,6 @@ def plain():
 @pytest.fixture(scope="module")
 def stories(shared):
     return AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
-
-
-def ids(text):
-    return [WORDS.index(word) for word in text.split()]
-
-
-def write_lines(path, rows, opener=open):
-    with opener(path, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
 
 
 ROWS = [{"prompt": "a b", "answer": 1}, {"prompt": "c", "answer": 2}, {"prompt": "d e f", "answer": 3}]
@@ -91,7 +70,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "csv", "saved", "saved_dict", "folder"])
 def test_every_format_gives_the_same_prompts_and_columns(kind, tmp_path, plain):
-    batch = load_prompt_set(write_source(kind, tmp_path), plain, max_prompt_tokens=8, shuffle=False).take(0, 3)
+    batch = load(write_source(kind, tmp_path), plain).take(0, 3)
     assert batch.prompts == ["a b", "c", "d e f"]
     assert batch.ids == [ids("a b"), ids("c"), ids("d e f")]
     assert batch.columns == {"answer": [1, 2, 3]}
@@ -101,41 +80,35 @@ def test_every_format_gives_the_same_prompts_and_columns(kind, tmp_path, plain):
 def test_plain_text_by_line_and_by_document(tmp_path, plain):
     path = tmp_path / "text.txt"
     path.write_text("  a  b\tc d\n\n<|end|>\n<|end|>  e\nf g\n")
-    lines = load_prompt_set(str(path), plain, max_prompt_tokens=8, shuffle=False)
+    lines = load(path, plain)
     assert lines.prompts == ["a  b\tc d", "<|end|>", "<|end|>  e", "f g"]
-    documents = load_prompt_set(
-        str(path), plain, max_prompt_tokens=8, shuffle=False, separator="<|end|>", first_words=3
-    )
+    documents = load(path, plain, separator="<|end|>", first_words=3)
     assert documents.prompts == ["a  b\tc", "e\nf g"]
     packed = tmp_path / "text.txt.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert load_prompt_set(str(packed), plain, max_prompt_tokens=8, shuffle=False).prompts == lines.prompts
+    assert load(packed, plain).prompts == lines.prompts
 
 
 def test_a_unicode_line_separator_does_not_cut_a_json_line(tmp_path, plain):
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"prompt": "a \u2028 b"}\r\n\r\n{"prompt": "c"}', encoding="utf-8")
-    assert load_prompt_set(str(path), plain, max_prompt_tokens=8, shuffle=False).prompts == ["a \u2028 b", "c"]
+    assert load(path, plain).prompts == ["a \u2028 b", "c"]
 
 
 def test_template_and_cut_after(tmp_path, plain):
     rows = [{"q": "a", "n": 1, "log": "x A: y A: z"}, {"q": "b", "n": 2, "log": "nothing here"}]
     source = write_lines(tmp_path / "a.jsonl", rows)
-    made = load_prompt_set(source, plain, max_prompt_tokens=99, shuffle=False, template="Question {{{q}}} {n} Answer")
+    made = load(source, plain, template="Question {{{q}}} {n} Answer")
     assert made.prompts == ["Question {a} 1 Answer", "Question {b} 2 Answer"]
     assert made.take(0, 2).columns == {"q": ["a", "b"], "n": [1, 2], "log": [row["log"] for row in rows]}
-    cut = load_prompt_set(
-        source, plain, max_prompt_tokens=99, prompt_column="log", cut_after="A:", template="<{prompt}> {q}"
-    )
+    cut = load(source, plain, prompt_column="log", cut_after="A:", template="<{prompt}> {q}")
     assert (cut.prompts, cut.unmatched, cut.dropped) == (["<x A: y A:> a"], 1, 0)
 
 
 def test_reward_functions_do_not_get_reserved_columns(tmp_path, plain):
     row = {"prompt": "a", "completion": "b", "completion_ids": [1], "completions": 1, "prompts": 2}
     row |= {"answer": None, "chosen": "c"}
-    batch = load_prompt_set(
-        write_lines(tmp_path / "a.jsonl", [row, {"prompt": "b"}]), plain, max_prompt_tokens=9, shuffle=False
-    ).take(0, 2)
+    batch = load(write_lines(tmp_path / "a.jsonl", [row, {"prompt": "b"}]), plain).take(0, 2)
     assert batch.columns == {"answer": [None, None], "chosen": ["c", None]}
 
 
@@ -152,16 +125,16 @@ def order(prompts, cursor, count):
 
 
 def test_an_epoch_visits_each_prompt_once_in_a_new_order(numbers, plain):
-    prompts = load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=3)
+    prompts = load(numbers, plain, shuffle=True, seed=3)
     epochs = [order(prompts, 23 * epoch, 23) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert order(load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=4), 0, 23) != epochs[0]
-    assert order(load_prompt_set(numbers, plain, max_prompt_tokens=4, shuffle=False), 0, 46) == list(range(23)) * 2
+    assert order(load(numbers, plain, shuffle=True, seed=4), 0, 23) != epochs[0]
+    assert order(load(numbers, plain), 0, 46) == list(range(23)) * 2
 
 
 def test_take_is_a_function_of_seed_and_cursor(numbers, plain):
-    first, second = (load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=3) for _ in range(2))
+    first, second = (load(numbers, plain, shuffle=True, seed=3) for _ in range(2))
     whole = order(first, 0, 200)
     for cursor in (170, 20, 23, 0, 99):  # in any order, across the ends of epochs
         assert order(second, cursor, 30) == whole[cursor : cursor + 30]
@@ -169,7 +142,7 @@ def test_take_is_a_function_of_seed_and_cursor(numbers, plain):
 
 
 def test_the_slices_of_two_ranks_make_the_batch_of_one_rank(numbers, plain):
-    prompts = load_prompt_set(numbers, plain, max_prompt_tokens=4)
+    prompts = load(numbers, plain, shuffle=True)
     whole, left, right = prompts.take(20, 8), prompts.take(20, 4), prompts.take(24, 4)
     assert left.index + right.index == whole.index
     assert left.ids + right.ids == whole.ids
@@ -179,12 +152,12 @@ def test_the_slices_of_two_ranks_make_the_batch_of_one_rank(numbers, plain):
 
 def test_the_order_is_the_same_in_every_version(numbers, plain):
     """Fixed values: another order would break the resumption of existing runs."""
-    assert order(load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=0), 0, 6) == [11, 3, 20, 13, 2, 21]
+    assert order(load(numbers, plain, shuffle=True, seed=0), 0, 6) == [11, 3, 20, 13, 2, 21]
 
 
 def test_shuffles_are_uniform(tmp_path, plain):
     source = write_lines(tmp_path / "three.jsonl", [{"prompt": "a", "number": i} for i in range(3)])
-    prompts = load_prompt_set(source, plain, max_prompt_tokens=4, seed=1)
+    prompts = load(source, plain, shuffle=True, seed=1)
     seen = collections.Counter(tuple(order(prompts, 3 * epoch, 3)) for epoch in range(600))
     assert len(seen) == 6
     assert (
@@ -201,7 +174,7 @@ def test_visits_have_a_new_order_every_epoch():
 
 
 def test_a_batch_is_a_copy(numbers, plain):
-    prompts = load_prompt_set(numbers, plain, max_prompt_tokens=4)
+    prompts = load(numbers, plain, shuffle=True)
     prompts.take(0, 1).ids[0].append(99)
     assert prompts.take(0, 1).ids == [ids("a")]
 
@@ -227,36 +200,34 @@ BOS, EOS = WORDS.index("<s>"), WORDS.index("</s>")
 def test_bos_and_eos(tmp_path, before, after, add_bos, expected):
     tokenizer = make_tokenizer(before, after, bos_token="<s>", eos_token="</s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}])
-    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
+    assert load(source, tokenizer, add_bos=add_bos).ids == [expected]
 
 
 def test_a_token_that_is_bos_and_eos_is_not_removed_from_an_empty_prompt(tmp_path):
     tokenizer = make_tokenizer(["<s>"], [], bos_token="<s>", eos_token="<s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}])
-    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, shuffle=False).ids == [[BOS], [BOS, *ids("a")]]
+    assert load(source, tokenizer).ids == [[BOS], [BOS, *ids("a")]]
 
 
 def test_an_empty_prompt_needs_a_bos(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": ""}])
-    assert load_prompt_set(source, plain, max_prompt_tokens=9, shuffle=False).ids == [ids("a"), [BOS]]
+    assert load(source, plain).ids == [ids("a"), [BOS]]
     with pytest.raises(ValueError, match="example 2 is empty, and the tokenizer has no BOS"):
-        load_prompt_set(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9)
+        load(source, make_tokenizer(eos_token="</s>"))
     with pytest.raises(ValueError, match="no BOS token; omit add_bos"):
-        load_prompt_set(source, make_tokenizer(eos_token="</s>"), max_prompt_tokens=9, add_bos=True)
+        load(source, make_tokenizer(eos_token="</s>"), add_bos=True)
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": " ".join("a" * n), "n": n} for n in (1, 5, 3, 4)])
-    kept = load_prompt_set(source, plain, max_prompt_tokens=3, shuffle=False)
+    kept = load(source, plain, longest=3)
     assert (len(kept), kept.dropped, kept.take(0, 2).columns["n"]) == (2, 2, [1, 3])
     assert "2 prompts of 1 to 3 tokens; 2 dropped" in repr(kept)
-    assert load_prompt_set(source, plain, max_prompt_tokens=3, shuffle=False, limit=2).take(0, 2).columns["n"] == [1, 1]
+    assert load(source, plain, longest=3, limit=2).take(0, 2).columns["n"] == [1, 1]
     with pytest.raises(
         ValueError, match=r"all 2 prompts are longer than max_prompt_tokens = 2; the shortest has 3.*longest 4"
     ):
-        load_prompt_set(
-            write_lines(tmp_path / "b.jsonl", [{"prompt": "a b c"}, {"prompt": "a b c d"}]), plain, max_prompt_tokens=2
-        )
+        load(write_lines(tmp_path / "b.jsonl", [{"prompt": "a b c"}, {"prompt": "a b c d"}]), plain, longest=2)
 
 
 # --- Conversations ----------------------------------------------------------------------------------------------------
@@ -278,9 +249,7 @@ REPLY = {"role": "assistant", "content": "a"}
 )
 def test_a_conversation_goes_through_the_chat_template(tmp_path, column, messages, prompt, text):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=CHAT)
-    batch = load_prompt_set(
-        write_lines(tmp_path / "a.jsonl", [{column: messages, "n": 1}]), tokenizer, max_prompt_tokens=99
-    ).take(0, 1)
+    batch = load(write_lines(tmp_path / "a.jsonl", [{column: messages, "n": 1}]), tokenizer).take(0, 1)
     assert batch.prompts == [prompt]
     assert batch.ids == [ids(text)]
     assert batch.columns == ({"n": [1]} if column == "prompt" else {"messages": [messages], "n": [1]})
@@ -289,7 +258,7 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path, column, message
 def test_texts_and_conversations_may_be_mixed(tmp_path):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=CHAT)
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}])
-    made = load_prompt_set(source, tokenizer, max_prompt_tokens=99, shuffle=False)
+    made = load(source, tokenizer)
     assert made.ids == [ids("a"), ids(ASKED), ids("b")]
 
 
@@ -298,14 +267,12 @@ def test_texts_and_conversations_may_be_mixed(tmp_path):
     [
         ([USER], None, "example 1 is a conversation, but the tokenizer has no chat template"),
         ([USER], "{{ raise_exception('roles must alternate') }}", "the chat template rejects .* roles must alternate"),
-        ([{"from": "user", "value": "a"}], CHAT, "instead of a list of {'role'"),
-        ([], CHAT, "has no message to answer"),
     ],
 )
 def test_bad_conversations_are_refused(tmp_path, messages, template, message):
     tokenizer = make_tokenizer(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
-        load_prompt_set(write_lines(tmp_path / "a.jsonl", [{"prompt": messages}]), tokenizer, max_prompt_tokens=99)
+        load(write_lines(tmp_path / "a.jsonl", [{"prompt": messages}]), tokenizer)
 
 
 # --- Refused arguments ------------------------------------------------------------------------------------------------
@@ -314,8 +281,8 @@ def test_bad_conversations_are_refused(tmp_path, messages, template, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt_column": "promt"}, r"no column 'promt'. It has prompt, answer. Nearest: 'prompt'"),
-        ({"template": "{answr}"}, r"no column 'answr'.* Nearest: 'answer'"),
+        ({"prompt_column": "promt"}, r"no column 'promt'; did you mean 'prompt'\? It has prompt, answer"),
+        ({"template": "{answr}"}, r"no column 'answr'; did you mean 'answer'"),
         ({"template": "{answer"}, "expected '}' before end of string"),
         ({"template": "{}"}, "braces may contain only the name of a column"),
         ({"template": "{answer!r}"}, "braces may contain only the name of a column"),
@@ -326,7 +293,7 @@ def test_bad_conversations_are_refused(tmp_path, messages, template, message):
         ),
         ({"cut_after": "zz"}, "none of 3 examples has cut_after = 'zz' in column 'prompt'"),
         ({"separator": "x"}, "is for the documents of a text file"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0: must be 1 or more"),
+        ({"longest": 0}, "max_prompt_tokens = 0: must be 1 or more"),
         ({"first_words": 0}, "first_words = 0: must be 1 or more"),
         ({"limit": -1}, "limit = -1: must be 1 or more"),
         ({"seed": -1}, "seed = -1"),
@@ -334,7 +301,7 @@ def test_bad_conversations_are_refused(tmp_path, messages, template, message):
 )
 def test_bad_options_are_refused(tmp_path, plain, options, message):
     with pytest.raises(ValueError, match=message):
-        load_prompt_set(write_lines(tmp_path / "a.jsonl", ROWS), plain, **{"max_prompt_tokens": 9, **options})
+        load(write_lines(tmp_path / "a.jsonl", ROWS), plain, **options)
 
 
 @pytest.mark.parametrize(
@@ -345,22 +312,19 @@ def test_bad_options_are_refused(tmp_path, plain, options, message):
         ("a.json", b"[]", "a.json is empty"),
         ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', "a.jsonl, line 3: not JSON"),
         ("a.jsonl", b'{"prompt": "a"}\n[1, 2]\n', "a.jsonl, line 2: a list instead of an object"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 3}\n{"prompt": null}', "example 3: column 'prompt' holds a NoneType"),
         ("a.json", b'[{"prompt": "a"},\n 3]', "a.json, element 2: a int instead of an object"),
         ("a.json", b'[{"prompt": "a"},\n', "a.json, line 2: not JSON"),
         ("a.txt", b"good\nb\xe9d\n", "not readable as UTF-8"),
         ("a.jsonl.gz", b"no gzip", "not readable"),
         ("a.txt.gz", gzip.compress(b"a b c d " * 99, mtime=0)[:-12], "not readable"),
         ("a.parquet", b"PAR1", "not readable as Parquet"),
-        ("a.jsonl", b'{"prompt": "a",}', "a.jsonl, line 1: not JSON"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', "line 2: an object has the key 'prompt' twice"),
         ("a.jsonl", b'{"prompt": [{"role": "user", "role": "user", "content": "a"}]}', "has the key 'role' twice"),
         ("a.json", b'[{"prompt": "a", "prompt": "b"}]', "a.json: an object has the key 'prompt' twice"),
         ("a.jsonl", b'[\n {"prompt": "a"}]', "line 1: not JSON .* is one JSON list, .* name the file .json"),
         ("a.jsonl", b'{"data": [\n {}]}', "line 1: not JSON .* is one JSON object, .* each row into one line"),
         ("a.jsonl", b'{"prompt": true}', r"example 1: column 'prompt' holds a bool \(True\) instead of a text"),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": null}', "example 2: column 'prompt' holds a NoneType.* leave out"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"promt": "b"}', "example 2 has no column 'prompt'. It has promt. Nearest"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"promt": "b"}', "example 2 has no column 'prompt'; did you mean 'promt'"),
         ("a.jsonl", b'{"prompt": "a", "prompt": "b"}', r"line 1: an object has the key 'prompt' twice: '[^']*'$"),
         ("a.csv", b"prompt,prompt\na,b\n", "the first line repeats a column name: prompt, prompt"),
         ("a.csv", b"prompt,b\n1\n", "not readable as CSV"),
@@ -370,21 +334,19 @@ def test_bad_options_are_refused(tmp_path, plain, options, message):
 def test_bad_files_are_refused(tmp_path, plain, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        load_prompt_set(str(tmp_path / name), plain, max_prompt_tokens=9)
+        load(tmp_path / name, plain)
 
 
 def test_missing_sources_are_refused(tmp_path, plain):
     write_lines(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"There is no file .*trian.jsonl. Nearest: 'train.jsonl'"):
-        load_prompt_set(str(tmp_path / "trian.jsonl"), plain, max_prompt_tokens=9)
+    with pytest.raises(ValueError, match=r"There is no file .*trian.jsonl; did you mean 'train.jsonl'"):
+        load(tmp_path / "trian.jsonl", plain)
     with pytest.raises(ValueError, match=r"its folder .*nowhere does not exist"):
-        load_prompt_set(str(tmp_path / "nowhere" / "a.txt"), plain, max_prompt_tokens=9, separator="x")
+        load(tmp_path / "nowhere" / "a.txt", plain, separator="x")
     with pytest.raises(ValueError, match=r"no-such/data-set:config .*cannot be loaded(.|\n)*no local file or folder"):
-        load_prompt_set("no-such/data-set:config", plain, max_prompt_tokens=9)
+        load("no-such/data-set:config", plain)
     with pytest.raises(ValueError, match=r"has no split 'test'. It has train"):
-        load_prompt_set(write_source("saved_dict", tmp_path), plain, max_prompt_tokens=9, split="test")
-    with pytest.raises(ValueError, match=r"has no split 'dev'. It has test, train"):
-        load_prompt_set(write_source("folder", tmp_path), plain, max_prompt_tokens=9, split="dev")
+        load(write_source("saved_dict", tmp_path), plain, split="test")
 
 
 # --- Real data --------------------------------------------------------------------------------------------------------
@@ -392,7 +354,7 @@ def test_missing_sources_are_refused(tmp_path, plain):
 
 def test_tinystories(shared, stories):
     path = shared / "data" / "tinystories" / "tinystories_sample.txt"
-    prompts = load_prompt_set(str(path), stories, max_prompt_tokens=64, separator="<|endoftext|>", first_words=5)
+    prompts = load(path, stories, longest=64, separator="<|endoftext|>", first_words=5)
     assert len(prompts) == sum(bool(story.strip()) for story in path.read_text().split("<|endoftext|>"))
     assert all(len(prompt.split()) == 5 for prompt in prompts.prompts)
     assert all(prompt[0] == 1 and 1 not in prompt[1:] for prompt in prompts.ids)  # BOS, and no EOS (the same id)
@@ -402,9 +364,7 @@ def test_tinystories(shared, stories):
 
 def test_hh_rlhf(shared, stories):
     path = shared / "data" / "hh-rlhf" / "harmless-base-test.jsonl.gz"
-    prompts = load_prompt_set(
-        str(path), stories, max_prompt_tokens=384, prompt_column="chosen", cut_after="\n\nAssistant:"
-    )
+    prompts = load(path, stories, longest=384, prompt_column="chosen", cut_after="\n\nAssistant:")
     assert len(prompts) + prompts.dropped == 2312
     assert prompts.unmatched == 0
     assert prompts.dropped > 0
@@ -418,9 +378,7 @@ def test_hh_rlhf(shared, stories):
 
 def test_gsm8k(shared, stories):
     source = str(shared / "data" / "gsm8k" / "train.jsonl")
-    prompts = load_prompt_set(
-        source, stories, max_prompt_tokens=512, template="Question: {question}\nAnswer:", limit=300
-    )
+    prompts = load(source, stories, longest=512, template="Question: {question}\nAnswer:", limit=300)
     batch = prompts.take(0, 100)
     assert len(prompts) + prompts.dropped == 300
     for prompt, question in zip(batch.prompts, batch.columns["question"], strict=True):
@@ -435,9 +393,7 @@ def test_a_tokenizer_with_few_letters(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     rows = write_lines(tmp_path / "sums.jsonl", [{"prompt": "</s>"}, {"prompt": "1+2="}])
-    assert load_prompt_set(rows, tokenizer, max_prompt_tokens=8, shuffle=False).take(0, 2).ids[1] == [
-        letters[letter] for letter in "1+2="
-    ]
+    assert load(rows, tokenizer).take(0, 2).ids[1] == [letters[letter] for letter in "1+2="]
 
 
 def test_encode_removes_an_appended_eos_like_load():
@@ -450,7 +406,7 @@ def test_encode_removes_an_appended_eos_like_load():
 def test_distinct_prompts(tmp_path, plain):
     texts = ["a b", "c", "a b", "d", "c", "e"]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
-    prompts = load_prompt_set(tmp_path / "prompts.txt", plain, max_prompt_tokens=9, shuffle=False)
+    prompts = load(tmp_path / "prompts.txt", plain)
     kept = prompts.distinct([plain("d").input_ids])
     assert [kept.prompts[i] for i in range(len(kept))] == ["a b", "c", "e"]
     assert kept.take(0, 3).prompts == ["a b", "c", "e"]
@@ -529,7 +485,7 @@ def test_a_text_without_tokens_is_refused(tmp_path, plain):
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
     write_lines(tmp_path / "a.jsonl", [{"prompt": "a b"}, {"prompt": "xx"}])
     with pytest.raises(ValueError, match=r"example 2: the tokenizer has no token for a str \('xx'\)"):
-        load_prompt_set(str(tmp_path / "a.jsonl"), tokenizer, max_prompt_tokens=9)
+        load(tmp_path / "a.jsonl", tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +516,7 @@ def test_the_displayed_prompt_is_the_last_message(prompt, shown):
 def test_a_prompt_that_writes_bos_has_one(tmp_path, before, text, add_bos, expected):
     tokenizer = make_tokenizer(before, bos_token="<s>", eos_token="</s>")
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": text}])
-    assert load_prompt_set(source, tokenizer, max_prompt_tokens=9, add_bos=add_bos).ids == [expected]
+    assert load(source, tokenizer, add_bos=add_bos).ids == [expected]
     if add_bos is None:
         assert encode(tokenizer, [text]) == [expected]
 
@@ -568,7 +524,7 @@ def test_a_prompt_that_writes_bos_has_one(tmp_path, before, text, add_bos, expec
 def test_a_rendered_prompt_has_the_ids_of_transformers(tmp_path, stories):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": "<s>Once upon a time"}])
     expected = stories("<s>Once upon a time", add_special_tokens=False)["input_ids"]
-    assert load_prompt_set(source, stories, max_prompt_tokens=99).ids == [expected]
+    assert load(source, stories).ids == [expected]
     assert expected[0] == stories.bos_token_id != expected[1]
 
 
@@ -609,7 +565,7 @@ def write_folder(folder, files):
 def test_all_files_of_a_folder_are_read(tmp_path, plain, files, split, read_prompts):
     folder = write_folder(tmp_path / "data", files)
     (tmp_path / "data" / "README.md").write_text("# Prompts\n")
-    prompts = load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False, split=split)
+    prompts = load(folder, plain, split=split)
     assert prompts.prompts == list(read_prompts)
     assert [row["prompt"] for row in stream(folder, split)] == list(read_prompts)
 
@@ -618,54 +574,54 @@ def test_all_files_of_a_folder_are_read(tmp_path, plain, files, split, read_prom
 def test_files_of_a_folder_that_cannot_be_read_are_named(tmp_path, plain, name):
     folder = write_folder(tmp_path / "data", {"a.jsonl": "ab", name: "cd"})
     with pytest.raises(ValueError, match=rf"would be left out: {name}\. Supported: \.jsonl .*another folder"):
-        load_prompt_set(folder, plain, max_prompt_tokens=9)
+        load(folder, plain)
 
 
 def test_links_that_would_be_left_out_are_named(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.jsonl": "ab"})
     other = write_folder(tmp_path / "other", {"b.jsonl": "cd"})
     (tmp_path / "data" / "c.jsonl").symlink_to(tmp_path / "other" / "b.jsonl")
-    assert load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b", "c", "d"]
+    assert load(folder, plain).prompts == ["a", "b", "c", "d"]
     (tmp_path / "data" / "more").symlink_to(other)
     (tmp_path / "data" / "lost.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(
         ValueError, match=r"left out: lost.jsonl \(a link to nothing\), more \(a link to a folder\)\. Sup"
     ):
-        load_prompt_set(folder, plain, max_prompt_tokens=9)
+        load(folder, plain)
 
 
 def test_documents_in_a_folder_are_no_prompts(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.txt": "ab", "README.txt": "cd", "LICENSE": "e", "CITATION.md": "f"})
-    assert load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a", "b"]
+    assert load(folder, plain).prompts == ["a", "b"]
 
 
 def test_splits_of_a_folder_are_named(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"train.jsonl": "a", "test.jsonl": "b"})
     with pytest.raises(ValueError, match=r"no split 'dev'. It has test, train"):
-        load_prompt_set(folder, plain, max_prompt_tokens=9, split="dev")
+        load(folder, plain, split="dev")
     assert unread([(folder, "train")]) == [f"not read in {folder}: test.jsonl (split 'test')"]
     assert unread([(folder, "test")]) == [f"not read in {folder}: train.jsonl (split 'train')"]
     assert unread([(folder, "test"), (folder, "train")]) == []
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="has no data files"):
-        load_prompt_set(str(tmp_path / "none"), plain, max_prompt_tokens=9)
+        load(tmp_path / "none", plain)
 
 
 def test_texts_of_a_folder_are_those_of_its_files(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.txt": ["a b", "c"], "b.txt": ["d"]})
-    assert load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False).prompts == ["a b", "c", "d"]
-    documents = load_prompt_set(folder, plain, max_prompt_tokens=9, shuffle=False, separator="c")
+    assert load(folder, plain).prompts == ["a b", "c", "d"]
+    documents = load(folder, plain, separator="c")
     assert documents.prompts == ["a b", "d"]
     mixed = write_folder(tmp_path / "mixed", {"a.txt": ["a"], "b.jsonl": ["b"]})
     with pytest.raises(ValueError, match=r"separator = 'c' is for the documents of a text file .*b\.jsonl"):
-        load_prompt_set(mixed, plain, max_prompt_tokens=9, separator="c")
+        load(mixed, plain, separator="c")
 
 
 def test_a_folder_whose_readme_describes_it_is_read_as_it_says(tmp_path, plain):
     folder = write_folder(tmp_path / "data", {"a.jsonl": "a", "b.jsonl": "b"})
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.jsonl\n---\n# Prompts\n"
     (tmp_path / "data" / "README.md").write_text(card)
-    assert load_prompt_set(folder, plain, max_prompt_tokens=9).prompts == ["b"]
+    assert load(folder, plain).prompts == ["b"]
 
 
 # ---- inputs that would be ignored or misread ----
@@ -676,7 +632,7 @@ def test_a_pointer_of_git_lfs_is_no_data(tmp_path, plain, suffix):
     path = tmp_path / f"data{suffix}"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     with pytest.raises(ValueError, match=rf"data{suffix} is a pointer of Git LFS .* git lfs pull"):
-        load_prompt_set(str(path), plain, max_prompt_tokens=9)
+        load(path, plain)
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -689,39 +645,37 @@ def test_an_object_around_the_rows_is_refused(tmp_path, plain, content, key, ind
     with pytest.raises(
         ValueError, match=rf"one object, with the keys .*'data'.* a list of objects .* list {key}: write"
     ):
-        load_prompt_set(str(path), plain, max_prompt_tokens=9)
+        load(path, plain)
 
 
 def test_one_object_is_no_list(tmp_path, plain):
     path = tmp_path / "data.json"
     path.write_text(json.dumps({"prompt": {"0": "a", "1": "b"}}, indent=1))
     with pytest.raises(ValueError, match="one object, with the keys 'prompt', where a list of objects is expected"):
-        load_prompt_set(str(path), plain, max_prompt_tokens=9)
+        load(path, plain)
     path.write_text('{"prompt": "a", "tools": [{"type": "function", "function": {}}]}')  # a line with one row
-    assert load_prompt_set(str(path), plain, max_prompt_tokens=9).prompts == ["a"]
+    assert load(path, plain).prompts == ["a"]
 
 
 def test_a_file_has_no_splits(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"split = 'test', but .*a.jsonl is a single file"):
-        load_prompt_set(source, plain, max_prompt_tokens=9, split="test")
+        load(source, plain, split="test")
     with pytest.raises(ValueError, match="one saved data set, without splits, but split = 'test'"):
-        load_prompt_set(write_source("saved", tmp_path), plain, max_prompt_tokens=9, split="test")
+        load(write_source("saved", tmp_path), plain, split="test")
 
 
 def test_a_prompt_column_that_the_template_does_not_use(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"q": "a", "text": "b"}])
     with pytest.raises(ValueError, match=r"prompt_column = 'text', but the template 'Question \{q\}' .*\{text\}"):
-        load_prompt_set(source, plain, max_prompt_tokens=9, prompt_column="text", template="Question {q}")
-    assert load_prompt_set(source, plain, max_prompt_tokens=9, prompt_column="text", template="{text} {q}").prompts == [
-        "b a"
-    ]
+        load(source, plain, prompt_column="text", template="Question {q}")
+    assert load(source, plain, prompt_column="text", template="{text} {q}").prompts == ["b a"]
 
 
 def test_a_missing_number_is_no_text(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": 3}, {"prompt": float("nan")}])
     with pytest.raises(ValueError, match=r"example 2: column 'prompt' holds a float \(nan\) instead of a text"):
-        load_prompt_set(source, plain, max_prompt_tokens=9)
+        load(source, plain)
 
 
 # ---- held-out prompts ----
@@ -730,7 +684,7 @@ def test_a_missing_number_is_no_text(tmp_path, plain):
 def test_held_out_prompts_do_not_depend_on_the_seed(numbers, plain):
     orders = []
     for seed in (0, 1, 2):
-        _, held_out = load_prompt_set(numbers, plain, max_prompt_tokens=4, seed=seed).split(8)
+        _, held_out = load(numbers, plain, shuffle=True, seed=seed).split(8)
         orders.append(order(held_out, 0, 8))
     assert orders[0] == orders[1] == orders[2]
     assert sorted(orders[0]) == list(range(15, 23))
@@ -738,7 +692,7 @@ def test_held_out_prompts_do_not_depend_on_the_seed(numbers, plain):
 
 def test_prompts_of_a_set_are_dropped_and_counted(tmp_path, plain):
     source = write_lines(tmp_path / "a.jsonl", [{"prompt": p, "n": i} for i, p in enumerate("abcabd")])
-    prompts = load_prompt_set(source, plain, max_prompt_tokens=9, shuffle=False)
+    prompts = load(source, plain)
     rest = prompts.without([ids("a"), ids("e")])
     assert (rest.prompts, rest.shared, rest.columns) == (["b", "c", "b", "d"], 2, {"n": [1, 2, 4, 5]})
     assert "2 dropped with a held-out prompt" in repr(rest)
@@ -749,14 +703,12 @@ def test_prompts_of_a_set_are_dropped_and_counted(tmp_path, plain):
 
 def test_held_out_prompts_have_all_columns_of_their_source(tmp_path, plain):
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b"}]
-    _, held_out = load_prompt_set(
-        write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=9, shuffle=False
-    ).split(1)
+    _, held_out = load(write_lines(tmp_path / "a.jsonl", rows), plain).split(1)
     assert held_out.take(0, 1).columns == {"answer": [None]}
 
 
 def test_prompts_that_are_left_out_have_reasons(tmp_path, plain):
     rows = [{"prompt": "a x b"}, {"prompt": "a a a x b"}, {"prompt": "b"}]
-    loaded = load_prompt_set(write_lines(tmp_path / "a.jsonl", rows), plain, max_prompt_tokens=2, cut_after="x")
+    loaded = load(write_lines(tmp_path / "a.jsonl", rows), plain, longest=2, cut_after="x")
     assert loaded.left_out == {"dropped as too long": 1, "without cut_after": 1}
-    assert load_prompt_set(write_lines(tmp_path / "b.jsonl", ROWS), plain, max_prompt_tokens=9).left_out == {}
+    assert load(write_lines(tmp_path / "b.jsonl", ROWS), plain).left_out == {}

@@ -305,9 +305,9 @@ def test_a_distortion_from_a_name():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bom:4", "soft:TAU, erm:BETA, rao, dpp:N, distortion:F, maj:N, functional:FILE.py:R. Did you mean 'bo[np]:"),
-        ("nothing-like-it", "expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, .*functional:FILE.py:R.$"),
-        ("", "expected one of"),
+        ("bom:4", r"did you mean 'bo[np]:.*'\? .* soft:TAU, erm:BETA, rao, dpp:N, distortion:F, maj:N, functional:"),
+        ("nothing-like-it", "Expected one of mean, bon:N, wor:N, bop:RATE, cvar:ALPHA, .*functional:FILE.py:R.$"),
+        ("", "Expected one of"),
         ("bon", "expected 'bon:N' with a number, got ''"),
         ("bon:4.5", "got '4.5'"),
         ("bon:0", "n=0"),

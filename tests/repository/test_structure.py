@@ -198,9 +198,9 @@ def test_kernels_import_nothing_of_nlgrpo():
 
 @pytest.mark.parametrize("name", PURE)
 def test_tensor_functions_stay_pure(name):
-    """No collective and no output, which import contracts cannot check."""
-    assert reached(name) <= {*PURE, *KERNELS}
-    for module in reached(name):
+    """No collective and no output, which import contracts cannot check. `errors` has the words of their messages."""
+    assert reached(name) <= {*PURE, *KERNELS, "nlgrpo.errors"}
+    for module in reached(name) - {"nlgrpo.errors"}:
         if module != "nlgrpo.kernels.head":  # gathers a head that FSDP2 has sharded
             assert not {n for n in imports(FILES[module]) if n.startswith("torch.distributed")}, module
         source = FILES[module].read_text("utf-8")

@@ -423,7 +423,7 @@ def test_ctrl_reaches_the_win_rate_of_theorem_3(root, tmp_path):
     ("reward", "loss", "message"),
     [
         ({"transform": "exp:0"}, {}, "rewards.a.transform: exp:0"),
-        ({"transform": "idenity"}, {}, "Did you mean 'identity'"),
+        ({"transform": "idenity"}, {}, "did you mean 'identity'"),
         ({"transform": "vbon:0"}, {}, "expected vbon:N or vbon:N:bound with N >= 1"),
         ({"transform": "vbon:4:up"}, {}, "expected vbon:N or vbon:N:bound"),
         ({"transform": "vbon:4", "objective": "bon:4"}, {}, "needs objective = 'mean', got 'bon:4'"),

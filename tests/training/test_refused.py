@@ -367,7 +367,7 @@ def test_a_model_of_a_known_family_with_another_rotary_embedding_is_run_by_trans
         ),
         (['--data.mixture={"prompts.jsonl": 1}'], "data.source = 'prompts.jsonl' is not used beside data.mixture"),
         (["--data.split=test"], "split = 'test', but prompts.jsonl is a single file"),
-        (["--data.prompt-column=promt"], "has no column 'promt'. It has prompt. Nearest: 'prompt'"),
+        (["--data.prompt-column=promt"], "has no column 'promt'; did you mean 'prompt'? It has prompt."),
         (['--data.chat-template-kwargs={"think": 1}'], "chat_template_kwargs is for the chat template"),
         (
             ["--environment.id=x", "--data.system-prompt=Hi", "--data.source="],

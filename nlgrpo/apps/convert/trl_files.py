@@ -97,13 +97,20 @@ def _of_command(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
         elif token.endswith(".py") or (token.startswith("-") and not _is_number(token)):  # the launcher's options end
             key = ""
         elif key:
-            before = options[key]
             value = _literal(token)
-            options[key] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
+            before = options[key]
+            if before is True:
+                options[key] = value
+            elif isinstance(before, list):
+                options[key] = [*before, value]
+            else:
+                options[key] = [before, value]
     if trainer := _trainer_of(path, tokens):
         options[KIND] = trainer
-    for name in [name for name, value in options.items() if isinstance(value, str) and "$" in value]:
-        notes.append(f"{name} = {options.pop(name)} is a variable of the shell and was not read")
+    for name, value in list(options.items()):
+        if isinstance(value, str) and "$" in value:
+            del options[name]
+            notes.append(f"{name} = {value} is a variable of the shell and was not read")
     options = _positive(options)
     if "config" in options:
         of_file, more = _of_yaml_beside(path, options.pop("config"))
@@ -115,10 +122,13 @@ def _of_command(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
 def _positive(options: Mapping[str, Any]) -> dict[str, Any]:
     """Write a switch such as ``--no_shuffle_dataset`` as its option."""
     switches = {f"no_{name}": name for name, own in trl_options.known("grpo").items() if own.kind is bool}
-    return {
-        switches.get(name, name): False if name in switches and value is True else value
-        for name, value in options.items()
-    }
+    found = {}
+    for name, value in options.items():
+        if name in switches:
+            found[switches[name]] = False if value is True else value
+        else:
+            found[name] = value
+    return found
 
 
 def _of_yaml_beside(path: Path, name: Any) -> tuple[dict[str, Any], list[str]]:

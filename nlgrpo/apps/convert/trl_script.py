@@ -180,11 +180,9 @@ class Script:
                 continue
             options = self.resolved(keyword.value)
             if isinstance(options, ast.Dict) and all(isinstance(key, ast.Constant) for key in options.keys):
-                yield from (
-                    (str(key.value), value)
-                    for key, value in zip(options.keys, options.values, strict=True)
-                    if isinstance(key, ast.Constant)
-                )
+                for key, value in zip(options.keys, options.values, strict=True):
+                    if isinstance(key, ast.Constant):
+                        yield str(key.value), value
             elif isinstance(options, ast.Call) and self.name(options.func) == "dict":
                 yield from self._arguments(options, ())
             else:
@@ -238,9 +236,12 @@ class Script:
         written = ast.unparse(found)
         if isinstance(found, ast.Name | ast.Attribute):
             return self._named_reward(written)
-        name = node.id if isinstance(node, ast.Name) else "reward"
+        name = "reward"
+        if isinstance(node, ast.Name):
+            name = node.id
+        elif isinstance(found, ast.Call):
+            name = self.name(found.func) or name
         if isinstance(found, ast.Call):
-            name = name if isinstance(node, ast.Name) else self.name(found.func) or name
             if self.name(found.func) == "from_pretrained" and found.args and isinstance(found.args[0], ast.Constant):
                 return Reward(name, f"classifier(path={found.args[0].value!r})")
             if self.name(found.func) == "get_soft_overlong_punishment":

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import tyro
 
 from nlgrpo.config.overrides import from_file
-from nlgrpo.config.schema import FREE, EpochsConfig, ModelConfig, OptimConfig, free
-from nlgrpo.config.validate import lora_faults, need_of, optim_faults, profile_faults, refuse, train_faults
+from nlgrpo.config.schema import LARGEST, EpochsConfig, HeldOutConfig, ScalarHeadConfig, bounded, dashed, out_of_bounds
+from nlgrpo.config.validate import refuse, shared_faults
 from nlgrpo.errors import UserError
-from nlgrpo.model.lora import LoraConfig
 from nlgrpo.model.value_model import Kind
-from nlgrpo.runtime import secrets
-from nlgrpo.runtime.distributed import ParallelConfig
 
 ABOUT = """Fit a value model to the final rewards of completions, on every prefix: nlgrpo value train [file.toml] ..
 
@@ -35,11 +29,11 @@ class RolloutsConfig:
     """Folders written by `nlgrpo rollout`."""
     rewards: tuple[str, ...] = ()
     """Rewards whose weighted sum is predicted. None: all rewards of the rollouts."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = bounded(())
     """Weights of these rewards, in the same order. None: 1 each."""
     drop_equal: bool = False
     """Do not train on prompts whose completions all have the same reward, such as all right or all wrong."""
-    max_length: int | None = None
+    max_length: int | None = bounded(None, ge=2)
     """Maximum tokens of a prompt with its completion; longer ones are skipped. None: the model's context."""
 
 
@@ -47,9 +41,9 @@ class RolloutsConfig:
 class RegressionConfig:
     kind: Kind = "mse"
     """mse: squared error. bce: cross-entropy for rewards in [0, 1]; the value is the sigmoid of the output."""
-    lam: float = 1.0
+    lam: float = bounded(1.0, ge=0, le=1)
     """Lambda of the return that is the target. 1: the final reward; 0: the value of the next prefix (TD)."""
-    gamma: float = 1.0
+    gamma: float = bounded(1.0, ge=0, le=1)
     """Discount factor per token."""
 
 
@@ -63,62 +57,46 @@ class CompressConfig:
 
 @dataclass
 class ValueTrainConfig(EpochsConfig):
-    completions: int = 64
+    completions: int = bounded(64, ge=1)
     """Completions per step, over all ranks."""
     head_only: bool = False
     """Train the head alone; all other weights stay those of the initial model."""
-    seed: int = 0
+    seed: int = bounded(0, ge=0)
     """Random seed of a new head and of the order of the completions."""
 
 
 @dataclass
-class ValueEvaluationConfig:
-    prompts: int = 32
+class ValueEvaluationConfig(HeldOutConfig):
+    prompts: int = bounded(32, ge=0, note="0: no evaluation")
     """Number of held-out prompts, at most half of them. 0: no evaluation."""
-    every: int = free(0)
-    """Steps between evaluations during training. 0: only before and after."""
 
 
 @dataclass
-class ValueConfig:
+class ValueConfig(ScalarHeadConfig):
     """Configuration of the training of a value model."""
 
     name: tyro.conf.Fixed[str] = "value"
     """Name of the run."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={FREE: True})
+    train: ValueTrainConfig = field(default_factory=ValueTrainConfig)
+    evaluation: ValueEvaluationConfig = field(default_factory=ValueEvaluationConfig)
     data: RolloutsConfig = field(default_factory=RolloutsConfig)
     loss: RegressionConfig = field(default_factory=RegressionConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5, schedule="cosine"))
-    train: ValueTrainConfig = field(default_factory=ValueTrainConfig)
-    evaluation: ValueEvaluationConfig = field(default_factory=ValueEvaluationConfig)
-
-    @property
-    def run(self) -> Path:
-        return Path(os.path.expanduser(self.train.out) or f"runs/{self.name}")
 
 
 @dataclass
-class TrainerOptions:
+class TrainerOptions(RegressionConfig):
     """How `nlgrpo iro` fits each value model."""
 
     path: str = ""
     """Initial model of the first value model: a reward, causal or value model. Empty: the frozen model."""
-    kind: Kind = "mse"
-    """mse: squared error. bce: cross-entropy, for rewards in [0, 1]."""
-    lam: float = 1.0
-    """Lambda of the return that is the target. 1: the final reward; 0: the value of the next prefix (TD)."""
-    gamma: float = 1.0
-    """Discount factor per token."""
-    epochs: float = 3.0
+    epochs: float = bounded(3.0, gt=0)
     """Epochs over the completions of an iteration."""
-    completions: int = 64
+    completions: int = bounded(64, ge=1)
     """Completions per step, over all ranks."""
-    lr: float = 1e-4
+    lr: float = bounded(1e-4, gt=0)
     """Learning rate, with a cosine schedule."""
-    held_out: int = 16
+    held_out: int = bounded(16, ge=0)
     """Held-out prompts per iteration, on which the values are evaluated."""
     drop_equal: bool = False
     """Do not train on prompts whose completions all have the same reward, such as all right or all wrong (IRO, H.4)."""
@@ -127,19 +105,7 @@ class TrainerOptions:
 
     def faults(self) -> list[str]:
         """List the options that are out of range."""
-        allowed = {
-            "epochs": ("> 0", 0 < self.epochs < math.inf),
-            "completions": (">= 1", self.completions >= 1),
-            "lr": ("> 0", 0 < self.lr < math.inf),
-            "held_out": (">= 0", self.held_out >= 0),
-            "lam": ("in [0, 1]", 0 <= self.lam <= 1),
-            "gamma": ("in [0, 1]", 0 <= self.gamma <= 1),
-        }
-        return [
-            f"--value.{name.replace('_', '-')} {getattr(self, name):g}: allowed is {what}"
-            for name, (what, met) in allowed.items()
-            if not met
-        ]
+        return [f"--value.{dashed(name)} {value:g}: allowed is {what}" for name, value, what in out_of_bounds(self)]
 
 
 def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> ValueConfig:
@@ -161,48 +127,35 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
 
 def check_value_config(cfg: ValueConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
-    need = partial(need_of, cfg)
     data = cfg.data
     loss = cfg.loss
     compress = cfg.compress
-    head_only = cfg.train.head_only  # Muon is for the matrices of the blocks
-    plain = loss.kind == "mse" and loss.lam == loss.gamma == 1
-    refuse(
-        [
-            *secrets.faults(asdict(cfg)),
-            need("data.rollouts", "one or more folders of `nlgrpo rollout`", bool(data.rollouts)),
-            need("data.weights", "empty without data.rewards", bool(data.rewards or not data.weights)),
-            _length_fault("data.weights", data.weights, "data.rewards", data.rewards),
-            need(
-                "data.rewards", "empty: a compressed model is fitted to values", not (data.rewards and compress.values)
-            ),
-            need(
-                "data.drop_equal",
-                "false: a compressed model reads no rewards",
-                not (data.drop_equal and compress.values),
-            ),
-            need("data.max_length", ">= 2 or none", data.max_length is None or data.max_length >= 2),
-            need("loss.lam", "in [0, 1]", 0 <= loss.lam <= 1),
-            need("loss.gamma", "in [0, 1]", 0 <= loss.gamma <= 1),
-            need("compress.betas", "numbers > 0", all(beta > 0 and math.isfinite(1 / beta) for beta in compress.betas)),
-            _length_fault("compress.betas", compress.betas, "compress.values", compress.values),
-            "" if plain or not compress.values else "loss: compress needs kind = 'mse', lam = 1 and gamma = 1",
-            *lora_faults(cfg.lora, cfg.optim),
-            *optim_faults(cfg.optim, need),
-            need("optim.algorithm", "'adamw' with train.head_only", cfg.optim.algorithm == "adamw" or not head_only),
-            need("train.epochs", "> 0", cfg.train.epochs > 0),
-            need("train.completions", ">= 1", cfg.train.completions >= 1),
-            need("train.head_only", "false with adapters", not (cfg.train.head_only and cfg.lora.enabled)),
-            *train_faults(cfg.train, need),
-            *profile_faults(cfg.train.profile),
-            need("evaluation.prompts", ">= 0 (0: no evaluation)", cfg.evaluation.prompts >= 0),
-            need("evaluation.every", ">= 0 (0: only before and after)", cfg.evaluation.every >= 0),
-        ]
-    )
+    faults = shared_faults(cfg)
+    if not data.rollouts:
+        faults.append("data.rollouts = (): allowed is one or more folders of `nlgrpo rollout`")
+    if data.weights and not data.rewards:
+        faults.append(f"data.weights = {data.weights!r}: allowed is empty without data.rewards")
+    faults += _length_faults("data.weights", data.weights, "data.rewards", data.rewards)
+    faults += _length_faults("compress.betas", compress.betas, "compress.values", compress.values)
+    if not all(0 < beta < LARGEST and math.isfinite(1 / beta) for beta in compress.betas):
+        faults.append(f"compress.betas = {compress.betas!r}: allowed is numbers > 0")
+    if compress.values:
+        if data.rewards:
+            faults.append(f"data.rewards = {data.rewards!r}: allowed is empty: a compressed model is fitted to values")
+        if data.drop_equal:
+            faults.append("data.drop_equal = True: allowed is false: a compressed model reads no rewards")
+        if loss.kind != "mse" or loss.lam != 1 or loss.gamma != 1:
+            faults.append("loss: compress needs kind = 'mse', lam = 1 and gamma = 1")
+    if cfg.train.head_only and cfg.optim.algorithm != "adamw":
+        # Muon is for the matrices of the blocks
+        faults.append(f"optim.algorithm = {cfg.optim.algorithm!r}: allowed is 'adamw' with train.head_only")
+    if cfg.train.head_only and cfg.lora.enabled:
+        faults.append("train.head_only = True: allowed is false with adapters")
+    refuse(faults)
 
 
-def _length_fault(name: str, values: Sequence[float], of: str, names: Sequence[str]) -> str:
-    """Return the fault of a list of weights whose length differs from that of ``names``, or ""."""
+def _length_faults(name: str, values: Sequence[float], of: str, names: Sequence[str]) -> list[str]:
+    """Return the fault of a list of weights whose length differs from that of ``names``."""
     if not values or not names or len(values) == len(names):
-        return ""
-    return f"{name} has {len(values)} numbers for {len(names)} names in {of}: give one each, or none for 1 each"
+        return []
+    return [f"{name} has {len(values)} numbers for {len(names)} names in {of}: give one each, or none for 1 each"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nlgrpo.calibration.rewind import RewindAndRepeat
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 
 Rule = Literal["largest", "smallest", "soft", "majority", "rewind"]
 
@@ -76,10 +75,9 @@ class Procedure:
         """
         name, *given = text.strip().split(":")
         if name not in FORMS:
-            near = difflib.get_close_matches(name, FORMS, n=1)
-            hint = f" Did you mean {FORMS[near[0]].text!r}?" if near else ""
             known = ", ".join(form.text for form in FORMS.values())
-            raise UserError(f"procedure {text!r} is not known; expected one of {known}.{hint}")
+            hint = did_you_mean([FORMS[near].text for near in nearest(name, FORMS)])
+            raise UserError(f"procedure {text!r} is not known{hint} Expected one of {known}.")
         form = FORMS[name]
         if len(given) == form.arguments - 1 and samples is not None:
             given.append(str(samples))

@@ -1,1 +1,1 @@
-"""``nlgrpo recipes`` and ``completion``: help at the prompt. Read `recipes.py` first."""
+"""``nlgrpo recipes`` and ``completion``: help at the prompt. Read `shell.py` first."""

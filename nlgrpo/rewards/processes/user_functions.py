@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nlgrpo.errors import UserError
+from nlgrpo.errors import UserError, did_you_mean, nearest
 from nlgrpo.runtime import user_code
-from nlgrpo.runtime.user_code import nearest, parameters
+from nlgrpo.runtime.user_code import parameters
 
 
 def imported(target: str, arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -28,9 +28,8 @@ def bind(target: str, function: Callable[..., Any], arguments: dict[str, Any]) -
     unknown = [name for name in arguments if not takes_all and name not in taken]
     missing = sorted(required - arguments.keys()) if isinstance(function, type) else []
     if unknown:
-        raise UserError(
-            f"{target} does not take {unknown[0]!r}{nearest(unknown[0], taken)} It takes: {', '.join(taken)}"
-        )
+        hint = did_you_mean(nearest(unknown[0], taken))
+        raise UserError(f"{target} does not take {unknown[0]!r}{hint} It takes: {', '.join(taken)}")
     if missing:
         raise UserError(f"{target} needs {', '.join(missing)}; it takes: {', '.join(taken)}")
     if not isinstance(function, type):

@@ -1,4 +1,4 @@
-"""``nlgrpo completion``: completion of commands and options for a shell."""
+"""``nlgrpo recipes``, and ``nlgrpo completion``: completion of commands and options for a shell."""
 
 from __future__ import annotations
 
@@ -15,9 +15,23 @@ from unittest import mock
 
 import tyro
 
+from nlgrpo.config.recipes import RECIPES
+
 # At the beginning of a line, or after the first spelling: "--list, --no-list", "--rollout.engine {nlgrpo,vllm}".
 OPTION = re.compile(r"(?:^[\s│]*(?:-\w, )?|(?<=\w), )(--[a-z][\w.-]*)(?: \{([\w,.:-]+)\})?", re.MULTILINE)
 ACTIONS = {"value": ("train", "compress"), "reward-model": ("train",)}  # commands with a word before their options
+
+
+def list_recipes(arguments: Sequence[str]) -> int:
+    """Print each recipe with a one-line description."""
+
+    def recipes() -> None:
+        """List the recipes that `nlgrpo train NAME` runs."""
+
+    tyro.cli(recipes, args=list(arguments), prog="nlgrpo recipes")
+    for name, make in RECIPES.items():
+        print(f"{name:<21} {(make.__doc__ or '').strip().splitlines()[0]}")
+    return 0
 
 
 @dataclass
@@ -33,8 +47,8 @@ class Completion:
     """The shell."""
 
 
-def main(arguments: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> int:
-    """Run the command. ``commands``: the table of `nlgrpo.cli`."""
+def print_completion(arguments: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> int:
+    """Run ``nlgrpo completion``. ``commands``: the table of `nlgrpo.cli`."""
     options = tyro.cli(Completion, args=arguments, prog="nlgrpo completion")
     import shtab
 
