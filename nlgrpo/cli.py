@@ -37,7 +37,7 @@ COMMANDS = {
         "Rewrite the report.html and figures of a run: nlgrpo report runs/maze",
     ),
     "watch": (
-        "nlgrpo.apps.report.watch:main",
+        "nlgrpo.apps.report.commands:watch",
         "Follow runs that are training in a browser: nlgrpo watch runs/maze",
     ),
     "compare": (
@@ -85,7 +85,7 @@ COMMANDS = {
         "Estimate memory and time on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
     ),
     "push": (
-        "nlgrpo.apps.report.push:main",
+        "nlgrpo.apps.report.commands:push",
         "Upload the model of a run to the Hugging Face Hub: nlgrpo push runs/my --repo USER/NAME",
     ),
     "from-trl": (

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -91,12 +90,12 @@ class _Values:
 
     reward: str
     procedure: str
+    n: int
     per_prompt: Tensor
     scored: Tensor  # (P, n)
     applies: Tensor  # (m, P): rewards that score one of the prompt's samples
-    rewards: dict[str, int] | None
-    n: int
     seeds: int
+    rewards: dict[str, int] | None = None
 
     def row(self) -> Row:
         found = Estimate.of(self.per_prompt, self.scored, self.rewards, seeds=self.seeds)
@@ -130,46 +129,55 @@ def changes(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[in
     """Rows of `summarize` before and after training. A weighted sum is compared where the same rewards apply."""
     found = []
     for old, new in zip(_values(before, ns), _values(after, ns), strict=True):
-        both = torch.zeros(0, dtype=torch.bool)
+        value = math.nan
+        prompts = 0
         if old.applies.shape == new.applies.shape:
             both = (old.applies == new.applies).all(0) & ~(new.per_prompt - old.per_prompt).isnan()
-        value = (new.per_prompt[both].mean() - old.per_prompt[both].mean()).item() if both.any() else math.nan
-        found.append(Change(old.row(), new.row(), value, int(both.sum())))
+            prompts = int(both.sum())
+            if prompts:
+                value = (new.per_prompt[both].mean() - old.per_prompt[both].mean()).item()
+        found.append(Change(old.row(), new.row(), value, prompts))
     return found
 
 
 def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:
     picks = {name: _pick(text) for name, text in sampled.objectives.items()}
     for name, rewards in sampled.rewards.items():
+        pick = picks[name]
         scored = ~rewards.isnan()
         for n in ns:
-            if n == 1 or picks[name] != "diversity":
-                values = _picked(sampled, name, n, picks[name])
-                yield _Values(
-                    name, _procedure(picks[name], n), values, scored, scored.any(1)[None], None, n, sampled.seeds
-                )
+            if n == 1 or pick != "diversity":
+                values = _picked(sampled, name, n, pick)
+                yield _Values(name, _procedure(pick, n), n, values, scored, scored.any(1)[None], sampled.seeds)
     if len(sampled.rewards) == 1:
         return
-    pick = next(iter(picks.values())) if len(set(picks.values())) == 1 else "each"
-    behind = sampled.scored(), torch.stack(list(sampled.applies().values())), sampled.prompts_of_rewards()
+    different = set(picks.values())
+    pick = different.pop() if len(different) == 1 else "each"
+    applies = torch.stack(list(sampled.applies().values()))
     for n in ns:
         if n == 1 or pick != "diversity":
-            yield _Values(WEIGHTED_SUM, _procedure(pick, n), _weighted(sampled, n, picks), *behind, n, sampled.seeds)
+            values = _weighted(sampled, n, picks)
+            rewards_of = sampled.prompts_of_rewards()
+            yield _Values(
+                WEIGHTED_SUM, _procedure(pick, n), n, values, sampled.scored(), applies, sampled.seeds, rewards_of
+            )
 
 
 def binary_rewards(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
     """Names of the rewards that are 0 or 1 wherever there is one, in all models that have them."""
-    names = list(dict.fromkeys(name for one in sampled.values() for name in one.rewards))
-    return [name for name in names if all(_is_binary(s.rewards[name]) for s in sampled.values() if name in s.rewards)]
-
-
-def _is_binary(rewards: Tensor) -> bool:
-    known = rewards[~rewards.isnan()]
-    return len(known) > 0 and bool(((known == 0) | (known == 1)).all())
+    binary: dict[str, bool] = {}
+    for one in sampled.values():
+        for name, rewards in one.rewards.items():
+            known = rewards[~rewards.isnan()]
+            this = len(known) > 0 and bool(((known == 0) | (known == 1)).all())
+            binary[name] = binary.get(name, True) and this
+    return [name for name, whole in binary.items() if whole]
 
 
 def _procedure(pick: str, n: int) -> str:
-    return "mean" if n == 1 else f"each of {n}" if pick == "each" else f"{pick}-of-{n}"
+    if n == 1:
+        return "mean"
+    return f"each of {n}" if pick == "each" else f"{pick}-of-{n}"
 
 
 def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str, float]:
@@ -193,8 +201,9 @@ def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str,
             found[f"{name}/prompts"] = float(row.coverage.prompts)
             found[f"{name}/samples"] = float(row.coverage.samples)
     lengths = sampled.lengths.double()
-    for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
-        found[f"eval_completions/{name}_length"] = value.item()
+    found["eval_completions/mean_length"] = lengths.mean().item()
+    found["eval_completions/min_length"] = lengths.min().item()
+    found["eval_completions/max_length"] = lengths.max().item()
     return found
 
 
@@ -208,9 +217,10 @@ def _picked(sampled: EvaluationSamples, name: str, n: int, pick: str) -> Tensor:
     """Best-of-n, worst-of-n or the majority of n of a reward, or for diversity its mean for every n, (P,)."""
     if pick == "majority":
         return voted(sampled, name, n)
-    n = 1 if pick == "diversity" else n
-    of_n = partial(worst_of_n if pick == "worst" else best_of_n, ns=[n])
-    return over_present(lambda rewards: of_n(rewards)[0], sampled.rewards[name], fewest=n)
+    if pick == "diversity":
+        n = 1
+    of_n = worst_of_n if pick == "worst" else best_of_n
+    return over_present(lambda rewards: of_n(rewards, [n])[0], sampled.rewards[name], fewest=n)
 
 
 def voted(sampled: EvaluationSamples, name: str, n: int) -> Tensor:
@@ -221,16 +231,26 @@ def voted(sampled: EvaluationSamples, name: str, n: int) -> Tensor:
 def _weighted(sampled: EvaluationSamples, n: int, picks: Mapping[str, str]) -> Tensor:
     """Weighted sum, (P,), of the rewards that apply to a prompt."""
     applies = sampled.applies()
-    values = {name: sampled.weights[name] * _picked(sampled, name, n, picks[name]) for name in applies}
-    parts = [values[name].where(there, 0.0) for name, there in applies.items()]
-    return torch.stack(parts).sum(0).masked_fill(~torch.stack(list(applies.values())).any(0), math.nan)
+    parts = []
+    for name, there in applies.items():
+        value = sampled.weights[name] * _picked(sampled, name, n, picks[name])
+        parts.append(value.where(there, 0.0))
+    anywhere = torch.stack(list(applies.values())).any(0)
+    return torch.stack(parts).sum(0).masked_fill(~anywhere, math.nan)
+
+
+def number_lines(value: float, low: float, high: float) -> list[str]:
+    """``["0.1234", "[0.1201, 0.1270]"]``; no second one without an interval, and "-" for NaN."""
+    if math.isnan(value):
+        return ["-"]
+    if math.isnan(low):
+        return [f"{value:.4f}"]
+    return [f"{value:.4f}", f"[{low:.4f}, {high:.4f}]"]
 
 
 def format_numbers(value: float, low: float, high: float, gap: str = " ") -> str:
-    """``0.1234 [0.1201, 0.1270]``; no brackets without an interval, and "-" for NaN."""
-    if math.isnan(value):
-        return "-"
-    return f"{value:.4f}" if math.isnan(low) else f"{value:.4f}{gap}[{low:.4f}, {high:.4f}]"
+    """`number_lines` as one text."""
+    return gap.join(number_lines(value, low, high))
 
 
 def format_interval(row: Row, gap: str = " ") -> str:
@@ -238,20 +258,26 @@ def format_interval(row: Row, gap: str = " ") -> str:
 
     ``(19 of 20 prompts, 303 of 320 samples)`` follows if these are not all. ``gap`` is between the parts.
     """
-    lines = row.coverage.lines
-    if gap != "\n" and lines:
-        lines = [f"({', '.join(lines)})"]
-    return gap.join([format_numbers(row.value, row.low, row.high, gap), *lines])
+    parts = number_lines(row.value, row.low, row.high)
+    if gap == "\n":
+        parts += row.coverage.lines
+    elif row.coverage.lines:
+        parts.append(f"({', '.join(row.coverage.lines)})")
+    return gap.join(parts)
 
 
 def format_change(change: Change, gap: str = " ") -> str:
     """``+0.0123``, or "-" without a prompt that has both values; their number follows if it is not that of all."""
     if math.isnan(change.value):
         return "-"
+    shown = f"{change.value:+.4f}"
     some = change.prompts
     every = change.after.coverage.of_prompts
-    note = f"\n{some} of {every}\nprompts" if gap == "\n" else f"{gap}({some} of {every} prompts)"
-    return f"{change.value:+.4f}" + note * (some < every)
+    if some >= every:
+        return shown
+    if gap == "\n":
+        return f"{shown}\n{some} of {every}\nprompts"
+    return f"{shown}{gap}({some} of {every} prompts)"
 
 
 def before_after_table(

@@ -1,16 +1,20 @@
 """HTML reports in a real browser: no errors, no requests, sortable tables, a layout for phones; and their parts."""
 
+import copy
+import dataclasses
 import json
 import math
 import os
 import shutil
 
 import browser
+import jinja2
 import pytest
-from test_report import EVIL, PICTURES, Page, make_run, sampled
+from support.reports import EVIL, PICTURES, make_run, read_page, sampled
 
-from nlgrpo.apps.report import figures, html_page, run_loader
+from nlgrpo.apps.report import figures, page, run_loader
 from nlgrpo.apps.report.report import write_report
+from nlgrpo.config.schema import Config, RewardConfig
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
 
 needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
@@ -28,12 +32,6 @@ def folders(tmp_path_factory):
 def report(folders, tmp_path_factory):
     """One report of all three runs."""
     return write_report(folders, tmp_path_factory.mktemp("out") / "three.html")
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory):
-    with browser.Browser(tmp_path_factory.mktemp("home")) as opened:
-        yield opened
 
 
 def column(window, i, table=-1):
@@ -129,7 +127,7 @@ def test_tables_are_shown_without_scripts(window, report):
 
 
 def test_a_report_of_several_runs_shows_all_of_them(report, folders):
-    text = Page(report.read_text("utf-8")).text
+    text = read_page(report).text
     for folder in folders:
         assert folder.name in text
     others = folders[0].parent.parent / os.fsdecode(b"\xff")
@@ -157,8 +155,7 @@ def test_a_run_has_the_same_style_in_every_figure(folders, tmp_path, monkeypatch
     assert len({series_style.colour for series_style in seen["curves"].values()}) == 4
 
 
-def test_where_the_page_is_written(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "picture", lambda draw: figures.Picture(b"", "<svg/>", "<svg/>"))
+def test_where_the_page_is_written(folders, tmp_path, monkeypatch, undrawn):
     monkeypatch.chdir(tmp_path)
     assert write_report(folders).resolve() == tmp_path / "report.html"
     assert (tmp_path / "lengths.png").is_file()
@@ -169,10 +166,9 @@ def test_where_the_page_is_written(folders, tmp_path, monkeypatch):
         write_report([])
 
 
-def test_report_of_an_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "picture", lambda draw: draw() and figures.Picture(b"", "<svg/>", "<svg/>"))
+def test_report_of_an_evaluation(tmp_path, undrawn):
     write_evaluation(tmp_path, reference=sampled(20), model=sampled(10))
-    text = Page(write_report(tmp_path).read_text("utf-8")).text
+    text = read_page(write_report(tmp_path)).text
     assert "results.json cannot be read" in text
     assert "model" in text
     assert "weighted sum" in text
@@ -207,13 +203,115 @@ def test_28_models_have_different_styles():
     again = figures.series_style(3, 1)
     assert again.colour == figures.series_style(3).colour
     assert again != figures.series_style(3)
-    assert {figures.series_style(i).marker for i in range(50)} <= html_page.SHAPES.keys()
+    rows = [[page.Cell(str(i), style=figures.series_style(i))] for i in range(50)]
+    content = page.Section("models", "table.html", page.Table(["model"], rows, "sorts"))
+    shown = page.render("report.html", title="", facts=[], notes=[], sections=[content])  # has every marker
+    assert shown.count("<svg") == 50
 
 
-def test_nan_sorts_as_empty_and_cells_are_escaped():
-    assert html_page.number(math.nan, "-").sort == ""
-    assert html_page.number(-1e-9, "-0.0000").sort == "-1e-09"
-    cell = html_page.table(["<b>"], [[html_page.text('"<i>"')]])
-    assert "<b>" not in cell
-    assert "<i>" not in cell
-    assert json.dumps('"') not in cell
+def test_cells_are_sorted_by_their_numbers_and_shown_as_text(tmp_path):
+    assert page.number(math.nan, "-").sort == ""
+    assert page.number(-1e-9, "-0.0000").sort == "-1e-09"
+    table = page.Table(["<b>", "n"], [[page.Cell('"<i>"', "<u>&amp;"), page.number(2.0, "<2>")]], "sorts")
+    assert table.numeric == {1}
+    (tmp_path / "page.html").write_text(
+        page.render("report.html", title="", facts=[], notes=[], sections=[page.Section("x", "table.html", table)])
+    )
+    assert read_page(tmp_path / "page.html").tables == [[["<b>", "n"], ['"<i>" <u>&amp;', "<2>"]]]
+
+
+def test_a_name_that_a_template_lacks_is_an_error():
+    with pytest.raises(jinja2.UndefinedError, match="facts"):
+        page.render("report.html", title="x", notes=[], sections=[])
+
+
+# --- markup in every field of the files of a run ----------------------------------------------------------------------
+
+MARKUP = (
+    "\"'></p></td><script>hit()</script><svg onload=hit()><a href=javascript:hit()><img src=x onerror=hit()>--><b>$"
+)
+INJECTED = "document.querySelectorAll('[onload],[onerror],a[href^=javascript],script:not(:last-of-type),b').length"
+
+
+def places(value, path=()):
+    """Paths of all keys and texts; of the items of a list, the first."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield (*path, key), True
+            yield from places(part, (*path, key))
+    elif isinstance(value, list) and value:
+        yield from places(value[0], (*path, 0))
+    elif isinstance(value, str):
+        yield path, False
+
+
+def injected(value, path, is_key):
+    """A copy of ``value`` with markup in one place."""
+    changed = copy.deepcopy(value)
+    *parents, last = path
+    owner = changed
+    for part in parents:
+        owner = owner[part]
+    if is_key:
+        owner[MARKUP] = owner.pop(last)
+    else:
+        owner[last] = MARKUP
+    return changed
+
+
+def pages(folder):
+    """Write a report for each place of each file; yield its place, and the page, or None if it is refused."""
+    config = dataclasses.asdict(Config(rewards={"short": RewardConfig("length(target=8, scale=32)")}))
+    run = make_run(folder / "run")
+    (run / "config.json").write_text(json.dumps(config, default=str))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    files = {name: json.loads((run / name).read_text()) for name in ("config.json", "evaluation.json")}
+    files["metrics.jsonl"] = json.loads(lines[-1])
+    for name, content in files.items():
+        whole = (run / name).read_text()
+        for place in places(content):
+            text = json.dumps(injected(content, *place))
+            (run / name).write_text(text if name.endswith(".json") else "\n".join([*lines[:-1], text]) + "\n")
+            try:
+                yield f"{name}: {place[0]}", write_report(run)
+            except ValueError:
+                yield f"{name}: {place[0]}", None
+        (run / name).write_text(whole)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_markup_in_any_field_is_shown_as_text(tmp_path, window, undrawn):
+    shown, refused, unseen = [], [], []
+    for place, path in pages(tmp_path):
+        if path is None:
+            refused.append(place)
+            continue
+        if MARKUP[:20] not in read_page(path).text:
+            unseen.append(place)
+            continue
+        window.requests.clear()
+        window.open(path)
+        assert window.console == [], place
+        assert [url for url in window.requests if not url.startswith("data:")] == [path.resolve().as_uri()], place
+        assert window.run(INJECTED) == 0, place
+        shown.append(place)
+    print(f"{len(shown)} shown, {len(refused)} refused, {len(unseen)} not on the page")
+    assert len(shown) > 20
+
+
+@needs_browser
+@pytest.mark.slow
+def test_markup_that_is_not_escaped_is_found(tmp_path, window, undrawn, monkeypatch):
+    escaping = page.environment
+
+    def plain():
+        created = escaping()
+        created.autoescape = False
+        return created
+
+    monkeypatch.setattr(page, "environment", plain)
+    run = make_run(tmp_path / "run", text=MARKUP)
+    window.open(write_report(run))
+    assert window.run(INJECTED) > 0
+    assert window.console  # the page's policy stopped the scripts

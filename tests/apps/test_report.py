@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -13,106 +12,40 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.reports import EVIL, PICTURES, make_run, read_page, sampled
 
-from nlgrpo.apps.report import figures
+from nlgrpo.apps.report import figures, run_loader
 from nlgrpo.apps.report.compare import compare
+from nlgrpo.apps.report.configurations import length_targets
 from nlgrpo.apps.report.figures import Style
-from nlgrpo.apps.report.html_page import SCRIPT
 from nlgrpo.apps.report.report import write_report
-from nlgrpo.apps.report.run_loader import length_targets
-from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
+from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
 from nlgrpo.estimators import best_of_n
 from nlgrpo.training import run_folder
-
-EVIL = "</p><script>alert(1)</script><img src=http://evil.test/x.png> & \x00\x1b[2J"
-VOID = {"meta", "img", "source", "br", "link"}
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Build every figure but skip rendering, which takes seconds."""
-
-    def picture(draw):
-        assert draw().axes
-        assert draw(narrow=True).axes
-        return figures.Picture(b"not drawn", "<svg/>", "<svg/>")
-
-    monkeypatch.setattr(figures, "picture", picture)
-
-
-class Page(HTMLParser):
-    """Collects tags, attributes and text, and checks that all tags are closed in order."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.urls, self.text, self.open = [], [], "", []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.urls += [value for name, value in attrs if name in ("src", "srcset", "href", "data", "action")]
-        assert not any(name.startswith("on") for name, _ in attrs)
-        if tag not in VOID | {"td", "th"}:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in ("td", "th"):
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def sampled(mode=10, objective="bon:4", text="a story", prompts=8, n=16, seed=0, left_out=()):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = (mode + 3 * torch.randn(prompts, n, generator=generator)).round().long().clamp(1, 32)
-    rewards = {name: -(((lengths - t) / 32).float() ** 2) for name, t in (("short", 8), ("long", 24))}
-    names = dict.fromkeys(rewards, objective)
-    weights = dict.fromkeys(rewards, 0.5)
-    shown = [f"prompt {text}"], [[f"completion {text}"] * n]
-    return EvaluationSamples(rewards, lengths, names, weights, 32, *shown, left_out=dict(left_out))
-
-
-def make_run(folder, objective="bon:4", steps=30, evaluated=("before", "after"), text="a story", **options):
-    folder.mkdir(parents=True)
-    config = {"rewards": [{"function": "length(target=8, scale=32)"}, {"function": "length(scale=32, target=24.5)"}]}
-    (folder / "config.json").write_text(json.dumps({**config, "note": text}))
-    names = ("rewards/short/mean", "rewards/long/mean", "objective/short", "kl", "completions/mean_length")
-    lines = [{"step": step, **{name: math.sin(step + i) for i, name in enumerate(names)}} for step in range(steps)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    made = {when: sampled(mode, objective, text, **options) for when, mode in (("before", 20), ("after", 10))}
-    if evaluated:
-        write_evaluation(folder, **{when: made[when] for when in evaluated})
-    return folder
-
-
-PICTURES = ("lengths", "curves", "rewards", "best_of_n", "win_rates")  # of one run
 
 
 def test_report_is_one_file_that_loads_nothing(tmp_path, undrawn):
     path = write_report(make_run(tmp_path / "run", text=EVIL))
-    text = path.read_text("utf-8")
-    page = Page(text)
+    page = read_page(path)
     assert path == tmp_path / "run" / "report.html"
     assert page.urls
     assert all(url.startswith(("data:", "#")) for url in page.urls)
     assert not {"iframe", "object"} & set(page.tags)
-    assert page.tags.count("script") == 1
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert page.policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    text = path.read_text("utf-8")
     assert "url(" not in text
     assert "@import" not in text
-    assert "<script>alert(1)</script>" in page.text  # escaped: the completion is shown as text
-    assert page.tags.count("img") == 5
+    assert page.text.count(f"completion {EVIL}") == 8  # as it was written: of 4 samples before and after training
+    assert page.tags.count("img") == len(PICTURES)
     assert "viewport" in text
     assert "prefers-color-scheme: dark" in text
 
 
 def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
     run = make_run(tmp_path / "run")
-    page = Page(write_report(run).read_text("utf-8"))
+    page = read_page(write_report(run))
     svgs = [
         base64.b64decode(url.split(",")[1]).decode()
         for url in page.urls
@@ -130,14 +63,20 @@ def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
 
 def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
     run = make_run(tmp_path / "run", left_out={"dropped as too long": 3})
-    text = Page(write_report(run).read_text("utf-8")).text
-    assert "evaluated on 8 prompts x 16 samples; 3 dropped as too long" in text
-    for mode in (20, 10):
-        for values in sampled(mode).rewards.values():
-            for row in best_of_n(values, [1, 4]).mean(1):
-                assert f"{row:.4f}" in text
-    assert "weighted sum" in text
-    assert "bon:4" in text
+    page = read_page(write_report(run))
+    assert "evaluated on 8 prompts x 16 samples; 3 dropped as too long" in page.text
+    result, every = page.tables
+    assert result[0] == ["reward", "procedure", "before", "after", "change"]
+    for name in ("short", "long"):
+        before, after = (best_of_n(sampled(mode).rewards[name], [1, 4]).mean(1) for mode in (20, 10))
+        rows = [row for row in result if row[0] == f"{name} bon:4"]
+        assert [row[1] for row in rows] == ["mean", "best-of-4"]
+        for row, x, y in zip(rows, before, after, strict=True):
+            assert (row[2].split()[0], row[3].split()[0]) == (f"{x:.4f}", f"{y:.4f}")
+            assert float(row[4]) == pytest.approx((y - x).item(), abs=1e-4)
+        shown = {row[2]: row[3] for row in every if row[0].split()[-1] == "run" and row[1] == name}
+        assert (shown["mean"], shown["bon:4"]) == (f"{after[0]:.4f}", f"{after[1]:.4f}")
+    assert "weighted sum" in {row[1] for row in every}
 
 
 @pytest.mark.parametrize(
@@ -156,13 +95,13 @@ def test_report_of_a_killed_run_lists_what_is_missing(tmp_path, undrawn, spoil, 
     run = make_run(tmp_path / "run")
     for name, text in spoil.items():
         (run / name).unlink() if text is None else (run / name).write_text(text)
-    page = Page(write_report(run).read_text("utf-8"))
+    page = read_page(write_report(run))
     assert message in page.text
     assert page.tags.count("img") == pictures
 
 
 def test_report_before_training_has_finished(tmp_path, undrawn):
-    page = Page(write_report(make_run(tmp_path / "run", evaluated=("before",))).read_text("utf-8"))
+    page = read_page(write_report(make_run(tmp_path / "run", evaluated=("before",))))
     assert "There is no evaluation after training yet." in page.text
     assert "trained" not in page.text
 
@@ -172,7 +111,7 @@ def test_report_with_abstentions_and_a_single_sample_per_prompt(tmp_path, undraw
     silent = sampled(n=1)
     silent.rewards["long"][:] = math.nan
     write_evaluation(run, before=silent, after=silent)
-    page = Page(write_report(run).read_text("utf-8"))
+    page = read_page(write_report(run))
     assert "best-of" not in page.text
     assert "+nan" not in page.text
 
@@ -198,7 +137,7 @@ def test_toml_config_is_shown(tmp_path, undrawn):
     run = make_run(tmp_path / "run")
     (run / "config.json").unlink()
     (run / "config.toml").write_text('[reward]\nfunction = "length(target=12)"\n')
-    assert "length(target=12)" in Page(write_report(run).read_text("utf-8")).text
+    assert "length(target=12)" in read_page(write_report(run)).text
 
 
 def test_length_targets_are_found_anywhere():
@@ -250,11 +189,11 @@ def test_curves_are_the_logged_values_and_missing_ones_are_labelled():
 
 
 def test_objective_labels():
-    assert figures.objective_label(sampled(objective="mean")) == "mean (GRPO)"
-    assert figures.objective_label(sampled(objective="soft:0.1")) == "soft:0.1"
+    assert run_loader.objective_label(sampled(objective="mean")) == "mean (GRPO)"
+    assert run_loader.objective_label(sampled(objective="soft:0.1")) == "soft:0.1"
     mixed = sampled()
     mixed.objectives["long"] = "mean"
-    assert figures.objective_label(mixed) == "short bon:4, long mean"
+    assert run_loader.objective_label(mixed) == "short bon:4, long mean"
 
 
 def test_compare_draws_and_prints_best_of_n_rewards(tmp_path, capsys, monkeypatch):

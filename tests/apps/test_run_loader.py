@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nlgrpo.apps.evaluate import results as evaluation_results
-from nlgrpo.apps.report import config_diff, run_loader
+from nlgrpo.apps.report import configurations, run_loader
 from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
 
@@ -185,27 +185,27 @@ def config(beta=0.1, objective="bon:4", weight=0.5, seed=0, out="x"):
 
 def test_columns_are_the_keys_that_differ():
     configs = {"x": config(out="1"), "y": config(out="2", beta=0.2, objective="mean"), "z": {}}
-    assert config_diff.columns(configs) == {
+    assert configurations.differing(configs) == {
         "rewards.a.objective, rewards.b.objective": {"x": "bon:4", "y": "mean"},
         "loss.beta": {"x": "0.1", "y": "0.2"},
     }
-    assert config_diff.columns({"x": config()}) == {}
+    assert configurations.differing({"x": config()}) == {}
 
 
 def test_lines_run_over_the_setting_with_the_most_values():
     betas = {f"{o} {b}": config(beta=b, objective=o) for o in ("mean", "bon:4") for b in (0.1, 0.2, 0.3)}
-    places = config_diff.places(betas)
+    places = configurations.places(betas)
     assert {places[label].line for label in betas} == {"mean over beta", "bon:4 over beta"}
-    assert places["mean 0.2"] == config_diff.Place("mean over beta", 0.2, "beta 0.2")
-    over_n = config_diff.places(
+    assert places["mean 0.2"] == configurations.Place("mean over beta", 0.2, "beta 0.2")
+    over_n = configurations.places(
         {str(n): config(objective=f"bon:{n}") for n in (2, 4)} | {"mean": config(objective="mean")}
     )
-    assert over_n == {str(n): config_diff.Place("bon over N", n, f"bon:{n}") for n in (2, 4)}
-    weights = config_diff.places({str(w): config(weight=w) for w in (0.2, 0.5)})
-    assert weights["0.2"] == config_diff.Place("bon:4 over weight", 0.2, "weight 0.2")
-    assert config_diff.places({"x": config(), "y": config(out="y")}) == {}
+    assert over_n == {str(n): configurations.Place("bon over N", n, f"bon:{n}") for n in (2, 4)}
+    weights = configurations.places({str(w): config(weight=w) for w in (0.2, 0.5)})
+    assert weights["0.2"] == configurations.Place("bon:4 over weight", 0.2, "weight 0.2")
+    assert configurations.places({"x": config(), "y": config(out="y")}) == {}
 
 
 def test_seeds_have_lines_of_their_own():
-    places = config_diff.places({f"{b} {s}": config(beta=b, seed=s) for b in (1, 2, 3) for s in (0, 1)})
+    places = configurations.places({f"{b} {s}": config(beta=b, seed=s) for b in (1, 2, 3) for s in (0, 1)})
     assert {place.line for place in places.values()} == {f"bon:4 over beta, train.seed={s}" for s in (0, 1)}

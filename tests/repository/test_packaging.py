@@ -21,6 +21,8 @@ ASSETS = {
     path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo" / "data" / "assets").rglob("*") if path.is_file()
 }
 ASSETS.add("nlgrpo/apps/plan/measured.json")  # constants of measured GPUs
+TEMPLATES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo/apps/report/templates").iterdir()}
+ASSETS |= TEMPLATES
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo").rglob("*.py")}
 KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")}
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
@@ -112,6 +114,7 @@ def test_the_wheel_holds_the_package_and_its_assets(wheel):
     for model in ("maze-lm", "story-lm"):
         assert {f"nlgrpo/data/assets/{model}/{name}" for name in needed} < ASSETS
     assert "nlgrpo/data/assets/maze-grpo.json" in ASSETS
+    assert {f"nlgrpo/apps/report/templates/{name}" for name in ("report.html", "report.css", "tables.js")} < TEMPLATES
     assert {"nlgrpo/data/assets/prompts.jsonl", "nlgrpo/data/assets/eval_prompts.jsonl"} < ASSETS
     assert sum(files[name].file_size for name in held if "/story-lm/" in name) <= 3e6
     assert any(name.endswith("licenses/LICENSE") for name in files)

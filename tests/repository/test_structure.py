@@ -168,6 +168,7 @@ def loaded_by(code):
 def test_the_trainer_imports_what_most_runs_use():
     """The rest, such as vLLM, LoRA, a critic, calibration and reports, is imported where it is used."""
     loaded = loaded_by("import nlgrpo.train")
+    assert not [name for name in loaded if name.startswith("nlgrpo.apps.report")]
     assert len(loaded) <= 120
     assert sum(len(FILES[name].read_text("utf-8").splitlines()) for name in loaded) <= 18_000
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 from helpers import Job, run_all, tiny_model
+from support.reports import make_run
 from test_checkpoint import load, make, names, save, train
-from test_report import make_run
 
 from nlgrpo import cli
 from nlgrpo.apps.report import figures

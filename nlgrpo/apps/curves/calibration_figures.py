@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -34,7 +35,8 @@ def alignment(curves: Mapping[str, Curve], reference: Curve) -> Figure:
     for axes, title in zip(every, panels, strict=False):
         for i, (name, curve) in enumerate(curves.items()):
             order = curve.kl.argsort()
-            axes.plot(curve.kl[order], 100 * _rates(curve)[title][order], **series_style(i).line, label=name)
+            percent = 100 * _rates(curve)[title]
+            axes.plot(curve.kl[order], percent[order], **series_style(i).line, label=name)
         label = "best-of-2, 4, 8 of the reference"
         axes.plot(reference.kl, 100 * panels[title], "x", color=GREY, markersize=7, label=label)
         axes.set_title(title)
@@ -72,19 +74,24 @@ def calibration(rewards: Tensor, left_out: int = 0) -> Figure:
     others = rewards[:, half:]
     figure = figure_of((9.6, 4.2))
     before, after = figure.subplots(1, 2)
-    for axes, x, y in ((before, ranks(rewards), rewards), (after, ranks(others), calibrate(others, reference))):
-        for i in range(len(drawn)):
-            axes.plot(
-                x[i], y[i], series_style(i).marker, color=series_style(i).colour, markersize=3.5, alpha=0.7, linewidth=0
-            )
-        axes.set_xlabel("rank among the prompt's samples")
+    _over_ranks(before, ranks(rewards), rewards)
+    _over_ranks(after, ranks(others), calibrate(others, reference))
     line = np.linspace(0, 1, 101)
     reach = sum(math.sqrt(math.log(2 / (DELTA / 2)) / (2 * part.shape[1])) for part in (reference, others))
     after.plot(line, line, color=GREY, linewidth=1.2, zorder=1)
     after.fill_between(line, (line - reach).clip(0), (line + reach).clip(max=1), color=GREY, alpha=0.15, linewidth=0)
-    missing = f"\n{left_out} prompts left out: samples without a reward" * (left_out > 0)
-    before.set_title(f"Before: rewards of {rewards.shape[1]} samples, {len(drawn)} prompts{missing}")
+    title = f"Before: rewards of {rewards.shape[1]} samples, {len(drawn)} prompts"
+    if left_out:
+        title += f"\n{left_out} prompts left out: samples without a reward"
+    before.set_title(title)
     before.set_ylabel("reward")
     after.set_title(f"After: samples calibrated on {half} others")
     after.set_ylabel("calibrated reward")
     return figure
+
+
+def _over_ranks(axes: Axes, ranks_of: Tensor, values: Tensor) -> None:
+    for i, (x, y) in enumerate(zip(ranks_of, values, strict=True)):
+        style = series_style(i)
+        axes.plot(x, y, style.marker, color=style.colour, markersize=3.5, alpha=0.7, linewidth=0)
+    axes.set_xlabel("rank among the prompt's samples")

@@ -91,15 +91,22 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(
             f"cannot write into {options.out}: {error.strerror}; choose another folder with --out"
         ) from None
-    curve_of = partial(_rows, kls=kls, betas=betas, n=options.n, procedures=procedures)
-    table = {name: curve_of(transform) for name, transform in transforms.items()}
+    table = {}
+    for name, transform in transforms.items():
+        with as_user_error():
+            if betas:
+                table[name] = alignment_curve(transform, betas, options.n, procedures)
+            else:
+                table[name] = at_kl(transform, kls, options.n, procedures)
     console.print(_table(table, options.n, "beta" if betas else "kl"))
     lines = table
     if not betas:
         lines = {name: _line(transforms[name], max(kls), options.n, procedures) for name in transforms}
     _write(options.out, table, lines, transforms, procedures)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    residuals = [r for name, curve in table.items() for r in _residuals(transforms[name], curve) if r is not None]
+    residuals = []
+    for name, curve in table.items():
+        residuals += [residual for residual in _residuals(transforms[name], curve) if residual is not None]
     if residuals:
         say(f"fixed points: residual of Theorem 1 at most {max(residuals):.0e}")
     say(f"curves.json, curves.csv and curves.png in {options.out}, {time.perf_counter() - start:.0f} s")
@@ -131,15 +138,6 @@ def _numbers(option: str, text: str) -> list[float]:
         raise UserError(f"{option} {text!r}: expected numbers separated by commas, such as {option} 0.5,1,2") from None
 
 
-def _rows(
-    transform: Transform, kls: Sequence[float], betas: Sequence[float], n: int, procedures: Sequence[Objective]
-) -> Curve:
-    with as_user_error():
-        if betas:
-            return alignment_curve(transform, betas, n, procedures)
-        return at_kl(transform, kls, n, procedures)
-
-
 def _line(transform: Transform, furthest: float, n: int, procedures: Sequence[Objective]) -> Curve:
     """Compute the curve from the reference (win rate 1/2) to the KL ``furthest``, at geometrically spaced betas."""
     begin, end = at_kl(transform, [min(NEAR, furthest / 2), furthest], n).beta.tolist()
@@ -159,19 +157,24 @@ def _residuals(transform: Transform, curve: Curve) -> list[float | None]:
 
 def _table(found: Mapping[str, Curve], n: int, by: str) -> Table:
     """Build a table with a section per KL (or beta) and a row per transform; the largest win rates are bold."""
+    other = "kl" if by == "beta" else "beta"
+    shown = {"beta": "beta", "kl": "KL"}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in (by.upper() if by == "kl" else by, "transform", "beta" if by == "kl" else "KL"):
+    for title in (shown[by], "transform", shown[other]):
         table.add_column(title, justify="left" if title == "transform" else "right", overflow="fold", min_width=6)
     columns = {name: _columns(curve) for name, curve in found.items()}
-    rates = [name for name in next(iter(columns.values())) if name not in ("beta", "kl")]
+    first = next(iter(columns.values()))
+    rates = [name for name in first if name not in ("beta", "kl")]
     for title in ("one sample", f"best of {n}", f"worst of {n}", *rates[3:]):
         table.add_column(Text(title), justify="right", overflow="fold", min_width=6)
-    other = "beta" if by == "kl" else "kl"
-    for i in range(len(next(iter(found.values())).beta)):
+    for i in range(len(first[by])):
         best = {rate: max(each[rate][i] for each in columns.values()) for rate in rates}
-        for k, (name, each) in enumerate(columns.items()):
-            won = [Text(f"{each[c][i]:.4f}", style="bold" if each[c][i] >= best[c] - 1e-9 else "") for c in rates]
-            table.add_row("" if k else f"{each[by][i]:.4g}", Text(name), f"{each[other][i]:.4g}", *won)
+        for name, each in columns.items():
+            row = [Text(f"{each[by][i]:.4g}" if each is first else ""), Text(name), Text(f"{each[other][i]:.4g}")]
+            for rate in rates:
+                largest = each[rate][i] >= best[rate] - 1e-9
+                row.append(Text(f"{each[rate][i]:.4f}", style="bold" if largest else ""))
+            table.add_row(*row)
         table.add_section()
     return table
 
@@ -202,11 +205,9 @@ def _points(curves: Mapping[str, Curve], transforms: Mapping[str, Transform]) ->
     points: list[dict[str, Any]] = []
     for name, curve in curves.items():
         columns = _columns(curve)
-        residuals = _residuals(transforms[name], curve)
-        points += [
-            {"transform": name, **dict(zip(columns, row, strict=True)), "residual": residual}
-            for *row, residual in zip(*columns.values(), residuals, strict=True)
-        ]
+        for i, residual in enumerate(_residuals(transforms[name], curve)):
+            values = {column: of_curve[i] for column, of_curve in columns.items()}
+            points.append({"transform": name, **values, "residual": residual})
     return points
 
 
@@ -214,17 +215,19 @@ def _suggest(n: int, kl: float, worst: bool, console: Console) -> None:
     """Print the best t and its win rate, next to the usual transforms and the fixed point, which is optimal."""
     with as_user_error():
         t = float(f"{suggest(n, kl, worst=worst):.3g}")
-    column, ceiling = ("won_win_rate", "won_fp") if worst else ("bon_win_rate", "bon_fp")
+    kind = "worst" if worst else "best"
+    ceiling = "won_fp" if worst else "bon_fp"
     names = [f"exp:{t:g}", f"exp:{-10 if worst else 10}", "identity", "log", ceiling]
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("transform", "beta", f"{'worst' if worst else 'best'} of {n} wins"):
+    for title in ("transform", "beta", f"{kind} of {n} wins"):
         table.add_column(title, justify="left" if title == "transform" else "right")
     for name in dict.fromkeys(names):
         curve = at_kl(name, [kl], n)
-        won = float(getattr(curve, column))
-        table.add_row(Text(name, style="bold" if name == names[0] else ""), f"{float(curve.beta):.4g}", f"{won:.4f}")
+        won = float(curve.won_win_rate if worst else curve.bon_win_rate)
+        style = "bold" if name == names[0] else ""
+        table.add_row(Text(name, style=style), f"{float(curve.beta):.4g}", f"{won:.4f}")
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    say(f"For {'worst' if worst else 'best'}-of-{n} at KL = {kl:g}: {names[0]}")
+    say(f"For {kind}-of-{n} at KL = {kl:g}: {names[0]}")
     console.print(table)
     if abs(t) > 0.99 * EXPONENTS[1]:
         say(f"Larger t are not searched; {ceiling} has no such limit.")

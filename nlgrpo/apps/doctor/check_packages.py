@@ -24,6 +24,7 @@ REQUIRED = {
     "shtab": ">=1.7",
     "rich": ">=13.7",
     "matplotlib": ">=3.8",
+    "jinja2": ">=3.1",
 }
 OPTIONAL = {
     "triton": ">=3.6",

@@ -118,17 +118,18 @@ def _integers(text: str) -> list[int]:
 
 def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> list[str]:
     """Expand "bon" and "wor" to every N (N = 1 is "mean"), and parse the other procedures."""
-    found = []
+    names = []
     for text in filter(None, map(str.strip, procedures)):
-        for name in [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]:
-            with as_user_error():
-                again = rewind.parse_rewind(name)
-                chosen = again or parse(name, user_code.function)
-            if again is not None and again.most > samples:
-                raise UserError(f"--procedures {again}: needs up to {again.most} samples, and --n is {samples}")
-            if isinstance(chosen, MajorityVote) and chosen.n > samples:
-                raise UserError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
-            found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
+        names += [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]
+    found = []
+    for name in names:
+        with as_user_error():
+            chosen = rewind.parse_rewind(name) or parse(name, user_code.function)
+        if isinstance(chosen, rewind.RewindAndRepeat) and chosen.most > samples:
+            raise UserError(f"--procedures {chosen}: needs up to {chosen.most} samples, and --n is {samples}")
+        if isinstance(chosen, MajorityVote) and chosen.n > samples:
+            raise UserError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
+        found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
     return list(dict.fromkeys(found))
 
 

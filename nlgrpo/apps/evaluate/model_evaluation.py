@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -166,7 +166,10 @@ def _measure_kl(e: Evaluation, reference: Decoder, candidate: RolloutCollector, 
     ).cpu()
     own = rollout.logprobs.flatten(0, 1).to(reference_logprobs)
     shape = rollout.lengths.shape
-    kls = {kind: kl.estimate(own, reference_logprobs, kind).sum(-1).view(shape) for kind in ("k1", "k3")}
+    kls = {}
+    for kind in ("k1", "k3"):
+        per_token = kl.estimate(own, reference_logprobs, kind)
+        kls[kind] = per_token.sum(-1).view(shape)
     candidate.store.write(kl_name(e, chunk), kls)
 
 
@@ -183,41 +186,52 @@ def score(e: Evaluation, candidate: RolloutCollector, scorer: Scorer) -> None:
 def collect(e: Evaluation, candidate: RolloutCollector) -> EvaluationSamples:
     """Load all chunks of a model in the order of the prompts, from all ranks."""
     chunks = candidate.chunks
-    read = candidate.store.read
-    rollouts = [candidate.rollout(chunk) for chunk in chunks]
-    texts = [candidate.sampler.texts(c.prompts, rollout) for c, rollout in zip(chunks, rollouts, strict=True)]
-    has_kl = e.options.kl and all(candidate.store.has(kl_name(e, chunk)) for chunk in chunks)
-    ids = [rollout.completion_ids() for rollout in rollouts]
-    groups = [rows[i : i + e.samples] for rows in ids for i in range(0, len(rows), e.samples)]
-    completions = [rows[i : i + e.samples] for rows in texts for i in range(0, len(rows), e.samples)]
+    lengths = []
+    groups = []  # tokens of the completions of each prompt
+    completions = []  # and their texts
+    for chunk in chunks:
+        rollout = candidate.rollout(chunk)
+        lengths.append(rollout.lengths)
+        ids = rollout.completion_ids()
+        texts = candidate.sampler.texts(chunk.prompts, rollout)
+        for i in range(0, len(ids), e.samples):
+            groups.append(ids[i : i + e.samples])
+            completions.append(texts[i : i + e.samples])
+    rewards = {}
+    answers = {}
     voted = any(map(is_voted, e.options.procedures))
+    for scorer in e.scorers:
+        reward = scorer.reward
+        rewards[scorer.name] = torch.cat([candidate.scores(chunk, scorer) for chunk in chunks]).double()
+        if voted or reward.voted or hasattr(reward.function, "answer"):
+            answers[reward.name] = final_answers(reward, completions)
+    distinct = {}
+    for n in (1, 2, 3):
+        shares = [distinct_n(group, n) for group in groups]
+        distinct[str(n)] = torch.tensor(shares, dtype=torch.float64)
     return EvaluationSamples(
-        rewards={s.name: torch.cat([candidate.scores(chunk, s) for chunk in chunks]).double() for s in e.scorers},
-        lengths=torch.cat([rollout.lengths for rollout in rollouts]),
+        rewards=rewards,
+        lengths=torch.cat(lengths),
         objectives={name: str(objective) for name, objective in e.objectives.items()},
         weights={name: reward.weight for name, reward in e.cfg.rewards.items()},
         max_length=e.cfg.rollout.max_new_tokens,
         left_out=e.left_out,
         prompts=[plain_text(p) for p in candidate.batch.prompts][:KEPT_PROMPTS],
         completions=[rows[:KEPT_SAMPLES] for rows in completions[:KEPT_PROMPTS]],
-        kl=_joined(read(kl_name(e, chunk)) for chunk in chunks) if has_kl else {},
-        distinct={str(n): torch.tensor([distinct_n(g, n) for g in groups], dtype=torch.float64) for n in (1, 2, 3)},
-        answers={
-            reward.name: _answers(reward, completions)
-            for reward in (scorer.reward for scorer in e.scorers)
-            if voted or reward.voted or hasattr(reward.function, "answer")
-        },
+        kl=_read_kl(e, candidate) if e.options.kl else {},
+        distinct=distinct,
+        answers=answers,
     )
 
 
-def _answers(reward: Reward, completions: Sequence[Sequence[str]]) -> Tensor:
-    return final_answers(reward, completions)
-
-
-def _joined(chunks: Iterator[dict[str, Tensor] | None]) -> dict[str, Tensor]:
-    present = [chunk for chunk in chunks if chunk is not None]
-    names = sorted(present[0])  # files have no fixed order of names
-    return {name: torch.cat([chunk[name] for chunk in present]).double() for name in names}
+def _read_kl(e: Evaluation, candidate: RolloutCollector) -> dict[str, Tensor]:
+    """Load the KL estimates of a model; empty if they were not computed."""
+    names = [kl_name(e, chunk) for chunk in candidate.chunks]
+    if not all(map(candidate.store.has, names)):
+        return {}
+    found = [chunk for chunk in map(candidate.store.read, names) if chunk is not None]
+    kinds = sorted(found[0])  # files have no fixed order of names
+    return {kind: torch.cat([chunk[kind] for chunk in found]).double() for kind in kinds}
 
 
 def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
@@ -226,11 +240,13 @@ def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
     An error on one rank is raised on all ranks.
     """
     reference, *others = e.candidates
-    alike = [c for c in others if tokenize_alike(reference, c)]
+    alike = []
     for c in others:
-        if c not in alike:
-            kl = "its KL is left out, " if e.options.kl else ""
-            e.console.print(f"{c.label} has a different tokenizer than the reference: {kl}lengths are in its tokens")
+        if tokenize_alike(reference, c):
+            alike.append(c)
+            continue
+        kl = "its KL is left out, " if e.options.kl else ""
+        e.console.print(f"{c.label} has a different tokenizer than the reference: {kl}lengths are in its tokens")
     for c in e.candidates:
         draw(e, c)
     if e.options.kl:
@@ -238,4 +254,8 @@ def evaluate(e: Evaluation) -> dict[str, EvaluationSamples]:
     for c in e.candidates:
         for scorer in e.scorers:
             score(e, c, scorer)
-    return e.ranks.agree(lambda: {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {})
+
+    def collected() -> dict[str, EvaluationSamples]:
+        return {c.label: collect(e, c) for c in e.candidates} if e.ranks.first else {}
+
+    return e.ranks.agree(collected)

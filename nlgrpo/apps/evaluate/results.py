@@ -35,7 +35,7 @@ from nlgrpo.estimators import (
     weighted_win_rate,
 )
 from nlgrpo.objectives.rank_based import OfN
-from nlgrpo.objectives.registry import BestOfN, MajorityVote, Objective, is_pairwise, is_voted, parse
+from nlgrpo.objectives.registry import BestOfN, MajorityVote, Objective, is_pairwise, parse
 from nlgrpo.runtime import user_code
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.training.evaluation_summary import Estimate, format_numbers, voted
@@ -56,21 +56,26 @@ class Entry:
     p_value: float = math.nan  # of the hypothesis of no change
 
 
+Procedures = Mapping[str, Objective | RewindAndRepeat]
+
+
 def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> list[Entry]:
     """Return the entries of all models; the first model is the reference."""
-    name, reference = next(iter(found.items()))
-    base: dict[tuple[str, str], Tensor] = {}
+    parsed = {text: rewind.parse_rewind(text) or parse(text, user_code.function) for text in procedures}
+    first, reference = next(iter(found.items()))
+    base: dict[tuple[str, str], Tensor] = {}  # values of the reference
     rows = []
     for label, sampled in found.items():
-        for quantity, procedure, values, wins, scored in _measured(sampled, reference, procedures, gold):
-            seeds = sampled.seeds
-            entry = Entry(label, quantity, procedure, Estimate.of(values, scored, seeds=seeds))
-            if label == name:
-                base[quantity, procedure] = values
+        for measured in _measured(sampled, reference, parsed, gold):
+            key = measured.quantity, measured.procedure
+            entry = Entry(label, *key, Estimate.of(measured.values, measured.scored, seeds=sampled.seeds))
+            if label == first:
+                base[key] = measured.values
             else:
-                won = None if wins is None else Estimate.of(wins, scored, seeds=seeds)
-                reference_values = base.get((quantity, procedure))
-                entry = compared(replace(entry, win_rate=won), values, reference_values, scored, seeds=seeds)
+                if measured.wins is not None:
+                    won = Estimate.of(measured.wins, measured.scored, seeds=sampled.seeds)
+                    entry = replace(entry, win_rate=won)
+                entry = compared(entry, measured.values, base.get(key), measured.scored, seeds=sampled.seeds)
             rows.append(entry)
     return rows
 
@@ -80,8 +85,10 @@ def compared(entry: Entry, values: Tensor, base: Tensor | None, scored: Tensor, 
 
     With several ``seeds``, the interval and the test are over seeds and prompts, as in `Estimate.of`.
     """
-    both = torch.zeros(0, dtype=torch.bool) if base is None else ~(values.isnan() | base.isnan())
-    if base is None or not both.any():
+    if base is None:
+        return entry
+    both = ~(values.isnan() | base.isnan())
+    if not both.any():
         return entry
     if seeds > 1:
         both = both.view(seeds, -1).all(0).repeat(seeds)
@@ -94,42 +101,65 @@ def compared(entry: Entry, values: Tensor, base: Tensor | None, scored: Tensor, 
     return replace(entry, change=Estimate(mean, low, high, coverage), p_value=p)
 
 
-Measured = Iterator[tuple[str, str, Tensor, Tensor | None, Tensor]]
+@dataclass(frozen=True)
+class Measured:
+    """A quantity of a model per prompt under one procedure."""
+
+    quantity: str
+    procedure: str
+    values: Tensor  # (P,), NaN where there is none
+    scored: Tensor  # (P, n): the samples that count
+    wins: Tensor | None = None  # (P,): win rates against the reference
 
 
 def _measured(
-    sampled: EvaluationSamples, reference: EvaluationSamples, procedures: Sequence[str], gold: Sequence[str]
-) -> Measured:
-    """Yield (quantity, procedure, value per prompt, win rate per prompt, which samples count); NaN is undefined."""
+    sampled: EvaluationSamples, reference: EvaluationSamples, procedures: Procedures, gold: Sequence[str]
+) -> Iterator[Measured]:
+    """Measure all rewards of a model under all procedures, then its KL, lengths and diversity."""
     for name, rewards in sampled.rewards.items():
-        scored = ~rewards.isnan()
         if is_pairwise(sampled.objectives[name]):
-            yield name, "mean", rewards.nanmean(1), None, scored
+            yield Measured(name, "mean", rewards.nanmean(1), ~rewards.isnan())
             continue
-        for text in procedures:
-            again = rewind.parse_rewind(text)
-            if again is not None:
-                yield from _rewound(name, again, rewards, reference.rewards[name])
-                continue
-            objective = parse(text, user_code.function)
-            if not isinstance(objective, MajorityVote):
-                yield name, text, *_under(rewards, reference.rewards[name], objective), scored
-            elif name in sampled.answers:
-                yield name, text, voted(sampled, name, objective.n), None, scored
-        if name in sampled.answers:
-            yield from _majorities(name, sampled.votes(name), procedures)
-        for judge in gold if name not in gold else ():
-            for text in (text for text in procedures if rewind.parse_rewind(text) is None and not is_voted(text)):
-                objective = parse(text, user_code.function)
-                judged = sampled.rewards[judge]
-                values = _chosen(rewards, judged, objective)
-                yield f"{judge} by choice of {name}", text, values, None, scored & ~judged.isnan()
+        yield from _of_reward(name, sampled, reference.rewards[name], procedures)
+        if name not in gold:
+            for judge in gold:
+                yield from _judged(name, judge, sampled, procedures)
     every = torch.ones_like(sampled.lengths, dtype=torch.bool)
     for kind, values in sampled.kl.items():
-        yield f"kl/{kind}", "", values.mean(1), None, every
-    yield "length", "", sampled.lengths.double().mean(1), None, every
+        yield Measured(f"kl/{kind}", "", values.mean(1), every)
+    yield Measured("length", "", sampled.lengths.double().mean(1), every)
     for n, values in sampled.distinct.items():
-        yield f"distinct/{n}", "", values, None, every
+        yield Measured(f"distinct/{n}", "", values, every)
+
+
+def _of_reward(name: str, sampled: EvaluationSamples, reference: Tensor, procedures: Procedures) -> Iterator[Measured]:
+    """Measure a reward under all procedures, and majority votes beside best-of-N if it extracts answers."""
+    rewards = sampled.rewards[name]
+    scored = ~rewards.isnan()
+    for text, procedure in procedures.items():
+        if isinstance(procedure, RewindAndRepeat):
+            yield from _rewound(name, procedure, rewards, reference)
+        elif not isinstance(procedure, MajorityVote):
+            yield _under(name, text, rewards, reference, procedure)
+        elif name in sampled.answers:
+            yield Measured(name, text, voted(sampled, name, procedure.n), scored)
+    if name not in sampled.answers:
+        return
+    votes = sampled.votes(name)
+    for procedure in procedures.values():
+        if isinstance(procedure, BestOfN):
+            values = over_present(partial(_majority, n=procedure.n), votes, fewest=procedure.n)
+            yield Measured(name, f"maj@{procedure.n}", values, scored)
+
+
+def _judged(name: str, judge: str, sampled: EvaluationSamples, procedures: Procedures) -> Iterator[Measured]:
+    """Measure a gold reward, ``judge``, of the responses that the reward ``name`` chooses."""
+    rewards = sampled.rewards[name]
+    judged = sampled.rewards[judge]
+    scored = ~rewards.isnan() & ~judged.isnan()
+    for text, procedure in procedures.items():
+        if not isinstance(procedure, RewindAndRepeat | MajorityVote):
+            yield Measured(f"{judge} by choice of {name}", text, _chosen(rewards, judged, procedure), scored)
 
 
 def _needed(objective: Objective) -> int:
@@ -137,19 +167,19 @@ def _needed(objective: Objective) -> int:
     return objective.n if isinstance(objective, OfN | MajorityVote) else objective.fewest
 
 
-def _under(rewards: Tensor, reference: Tensor, objective: Objective) -> tuple[Tensor, Tensor | None]:
-    """Value and win rate per prompt under an objective; the win rate is None if the objective does not choose."""
+def _under(name: str, text: str, rewards: Tensor, reference: Tensor, objective: Objective) -> Measured:
+    """Measure a reward under an objective; there is no win rate if the objective does not choose."""
     fewest = _needed(objective)
     values = over_present(partial(procedure_value, objective=objective), rewards, fewest=fewest)
     try:
-        won = over_present(partial(procedure_win_rate, objective=objective), rewards, reference, fewest=fewest)
+        wins = over_present(partial(procedure_win_rate, objective=objective), rewards, reference, fewest=fewest)
     except ValueError:
-        return values, None
-    return values, won
+        wins = None
+    return Measured(name, text, values, ~rewards.isnan(), wins)
 
 
-def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, reference: Tensor) -> Measured:
-    """Yield the reward of the answer and the number of draws, for prompts on which the reference has rewards too."""
+def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, reference: Tensor) -> Iterator[Measured]:
+    """Measure the reward of the answer and the number of draws, on prompts where the reference has rewards too."""
 
     def value(ours: Tensor, base: Tensor) -> Tensor:
         return (again.chosen(ours, base)[0] * ours).sum(1)
@@ -162,16 +192,9 @@ def _rewound(name: str, again: RewindAndRepeat, rewards: Tensor, reference: Tens
 
     of_both = partial(over_present, fewest=again.most)
     scored = ~rewards.isnan()
-    yield name, str(again), of_both(value, rewards, reference), of_both(won, rewards, reference), scored
-    yield f"draws until {name}", str(again), of_both(draws, rewards, reference), None, scored
-
-
-def _majorities(name: str, votes: Tensor, procedures: Sequence[str]) -> Measured:
-    for text in (text for text in procedures if rewind.parse_rewind(text) is None):
-        objective = parse(text, user_code.function)
-        if isinstance(objective, BestOfN):
-            values = over_present(partial(_majority, n=objective.n), votes, fewest=objective.n)
-            yield name, f"maj@{objective.n}", values, None, ~votes[..., 0].isnan()
+    wins = of_both(won, rewards, reference)
+    yield Measured(name, str(again), of_both(value, rewards, reference), scored, wins)
+    yield Measured(f"draws until {name}", str(again), of_both(draws, rewards, reference), scored)
 
 
 def _majority(votes: Tensor, n: int) -> Tensor:
@@ -191,9 +214,13 @@ def write(
     found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str], cfg: Config, folder: Path
 ) -> None:
     """Write ``results.json``: all entries, what was evaluated, the configuration and the versions."""
-    rows = [asdict(entry, dict_factory=Coverage.fields) for entry in entries(found, procedures, gold)]
-    content: dict[str, object] = {"nlgrpo": __version__, "torch": torch.__version__, "config": to_dict(cfg)}
-    content |= {"evaluated": next(iter(found.values())).sizes, "results": rows}
+    content = {
+        "nlgrpo": __version__,
+        "torch": torch.__version__,
+        "config": to_dict(cfg),
+        "evaluated": next(iter(found.values())).sizes,
+        "results": [asdict(entry, dict_factory=Coverage.fields) for entry in entries(found, procedures, gold)],
+    }
     atomic_write(folder / RESULTS_FILE, json.dumps(_no_nan(content), indent=1) + "\n")
 
 
@@ -202,18 +229,24 @@ def _no_nan(value: object) -> object:
         return {name: _no_nan(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
         return [_no_nan(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def tables(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> Iterator[Table]:
     """Yield one table per quantity: a row per procedure, a column per model, with win rates against the reference."""
-    every = entries(found, procedures, gold)
+    by_quantity: dict[str, list[Entry]] = {}
+    others = []
+    for entry in entries(found, procedures, gold):
+        if entry.procedure:
+            by_quantity.setdefault(entry.quantity, []).append(entry)
+        else:
+            others.append(replace(entry, procedure=entry.quantity))
     size = next(iter(found.values())).size
-    for quantity in dict.fromkeys(entry.quantity for entry in every if entry.procedure):
-        rows = [entry for entry in every if entry.quantity == quantity]
+    for quantity, rows in by_quantity.items():
         yield _table(f"{quantity} ({size})", rows, list(found), "procedure")
-    rows = [Entry(entry.model, "", entry.quantity, entry.estimate) for entry in every if not entry.procedure]
-    yield _table("KL to the reference, length, diversity", rows, list(found), "")
+    yield _table("KL to the reference, length, diversity", others, list(found), "")
 
 
 def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: str) -> Table:
@@ -228,17 +261,19 @@ def _table(title: str, rows: Sequence[Entry], models: Sequence[str], heading: st
 
 
 def _cell(entry: Entry | None) -> str:
+    """Value, interval, and what they are over; the win rate with its p-value."""
     if entry is None:
         return "-"
     e = entry.estimate
     won = entry.win_rate
     lines = [format_numbers(e.value, e.low, e.high), *e.coverage.lines]
     if won is not None and not math.isnan(won.value):
-        lines.append(f"wins {100 * won.value:.1f}%" + _stars(entry.p_value))
-        lines += won.coverage.lines if won.coverage != e.coverage else []
+        line = f"wins {100 * won.value:.1f}%"
+        if entry.p_value < 0.001:
+            line += ", p < 0.001"
+        elif not math.isnan(entry.p_value):
+            line += f", p {entry.p_value:.2g}"
+        lines.append(line)
+        if won.coverage != e.coverage:
+            lines += won.coverage.lines
     return "\n".join(lines)
-
-
-def _stars(p: float) -> str:
-    """Text of the p-value; empty for NaN."""
-    return "" if math.isnan(p) else f", p {p:.2g}" if p >= 0.001 else ", p < 0.001"

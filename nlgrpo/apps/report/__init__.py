@@ -1,6 +1,7 @@
 """``nlgrpo report``, ``compare``, ``watch`` and ``push``: pages and pictures of runs, and the Hub.
 
-`report` builds the page from the folders that `run_loader` reads, `compare` draws one picture of several runs, `watch`
-serves the page while a run trains, and `push` uploads a model with its card. `seeds` joins runs that differ in the seed
-only. Read `report.py` first. Guide: ``docs/guides/reports.md``.
+`report` builds the page from the folders that `run_loader` reads, `compare` draws one picture of several runs,
+`live_report` serves the page while a run trains, and `hub` uploads a model with its card. `commands` has their options.
+`page` has what the files in `templates` show, and `configurations` what differs between runs. Read `report.py` first.
+Guide: ``docs/guides/reports.md``.
 """

@@ -1,13 +1,23 @@
-"""The commands ``nlgrpo report`` and ``nlgrpo compare``: the HTML page of runs, and one picture of several."""
+"""The commands ``nlgrpo report``, ``compare``, ``watch`` and ``push``: their options and what they print.
+
+They import what draws when they run: matplotlib takes a second.
+"""
 
 from __future__ import annotations
 
+import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 from tyro.conf import Positional
+
+from nlgrpo.errors import UserError
+
+PORT = 8642  # of `nlgrpo watch`
 
 
 @dataclass
@@ -23,7 +33,7 @@ class Report:
 
 def write_report(arguments: Sequence[str]) -> int:
     """Write the page and print its path."""
-    from nlgrpo.apps.report import report  # imports matplotlib, which is slow
+    from nlgrpo.apps.report import report
 
     options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
     print(report.write_report(options.folders, options.out))
@@ -47,4 +57,79 @@ def compare(arguments: Sequence[str]) -> int:
 
     options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
     print(comparison.compare(options.runs, options.out))
+    return 0
+
+
+@dataclass
+class Watch:
+    """Serve the report of one or more runs on this machine, and update it while they train. Ctrl-C ends it.
+
+    A folder may be a run of any `nlgrpo` command that trains, a sweep, or not there yet.
+    """
+
+    folders: Positional[tuple[Path, ...]]
+    """One or more folders written by `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep`."""
+    port: int = PORT
+    """Port of the page. 0: a free one."""
+    host: str = "127.0.0.1"
+    """Address to serve on. The page shows prompts and completions, so other machines see it only if you change this."""
+
+
+def watch(arguments: Sequence[str]) -> int:
+    """Serve until Ctrl-C."""
+    from nlgrpo.apps.report import live_report
+
+    options = tyro.cli(Watch, args=list(arguments), prog="nlgrpo watch")
+    if not options.folders:
+        raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
+    with tempfile.TemporaryDirectory(prefix="nlgrpo-watch-") as folder:
+        live = live_report.LiveReport(options.folders, Path(folder))
+        try:
+            served = live_report.server(live, options.host, options.port)
+        except OSError as error:
+            raise UserError(f"cannot serve on {options.host}:{options.port}: {error.strerror}; try --port 0") from error
+        print(f"http://{options.host}:{served.server_address[1]}  (Ctrl-C ends it)", flush=True)
+        following = threading.Thread(target=live.follow, daemon=True)
+        following.start()
+        try:
+            served.serve_forever()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            live.stop()
+            served.server_close()
+            following.join(60.0)
+    return 0
+
+
+@dataclass
+class Push:
+    """Upload the model of a finished run to the Hugging Face Hub, with a model card and its report.
+
+    The card has the base model, the data, the objectives, the results with intervals, and versions. Log in with
+    ``hf auth login``, or set HF_TOKEN.
+    """
+
+    run: Positional[Path]
+    """Folder of the run."""
+    repo: str = ""
+    """Name of the repository: NAME or USER/NAME. It is created if it is not there."""
+    private: bool = False
+    """Create it as a private one."""
+    dry_run: bool = False
+    """Print the model card, and upload nothing."""
+
+
+def push(arguments: Sequence[str]) -> int:
+    """Upload, and print the address."""
+    options = tyro.cli(Push, args=list(arguments), prog="nlgrpo push")
+    from nlgrpo.apps.report import hub
+
+    if not options.repo:
+        raise UserError("give the repository: nlgrpo push RUN --repo USER/NAME")
+    hub.check_name(options.repo)
+    if options.dry_run:
+        sys.stdout.write(hub.model_card(options.run, options.repo))
+        return 0
+    print(hub.push(options.run, options.repo, private=options.private))
     return 0

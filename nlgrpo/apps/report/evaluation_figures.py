@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -17,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from nlgrpo.apps.evaluate.results import Entry
-from nlgrpo.apps.report.figures import GREY, NAMED, Style, figure_of, legend, shortened
+from nlgrpo.apps.report.configurations import Place
+from nlgrpo.apps.report.figures import GREY, NAMED, Style, legend, panels_of, shortened
 from nlgrpo.engine.rollouts.evaluation_samples import left_out
 from nlgrpo.training.evaluation_summary import Estimate
 
@@ -27,21 +27,15 @@ KINDS = {"bon": "best-of-N", "wor": "worst-of-N", "maj@": "majority of N"}
 PANELS = 12
 
 
-@dataclass(frozen=True)
-class Place:
-    """Place of a model on a line that joins models: the line's name, the model's order on it, and the point's text."""
-
-    line: str
-    along: float = math.nan
-    text: str = ""
-
-
 def kind_and_n(procedure: str) -> tuple[str, int]:
     """``"bon:4"`` -> ("bon", 4); also for "wor" and "maj@". "mean" is ("bon", 1), other procedures are ("", 0)."""
     if procedure == "mean":
         return "bon", 1
     found = KIND.fullmatch(procedure)
     return (found[1], int(found[2])) if found else ("", 0)
+
+
+Points = list[tuple[int, Estimate]]  # (N, value)
 
 
 class Table:
@@ -56,27 +50,38 @@ class Table:
 
     def quantities(self) -> list[str]:
         """Quantities with best-of-N values for several N; "B by choice of A" comes directly after A."""
-        found = [q for (_, q), row in self.rows.items() if sum(kind == "bon" for kind, _ in row) > 1]
-        by_choice = {name: name.rpartition(" by choice of ")[2] for name in found}
-        first = {name: i for i, name in reversed(list(enumerate(found)))}
-        return sorted(first, key=lambda name: (first.get(by_choice[name], first[name]), first[name]))
+        first: dict[str, int] = {}  # place of the first row
+        for i, ((_, quantity), row) in enumerate(self.rows.items()):
+            if len([kind for kind, _ in row if kind == "bon"]) > 1:
+                first.setdefault(quantity, i)
 
-    def points(self, model: str, quantity: str, kind: str) -> list[tuple[int, Estimate]]:
-        """Pairs (N, value) of a procedure; the mean is its value at N = 1. Empty for fewer than two N."""
-        row = self.rows.get((model, quantity), {})
-        found = [(n, entry.estimate) for (its, n), entry in row.items() if its == kind or (n == 1 and its == "bon")]
-        return sorted(dict(found).items()) if len(dict(found)) > 1 else []
+        def order(name: str) -> tuple[int, int]:
+            chosen_by = name.rpartition(" by choice of ")[2]
+            return first.get(chosen_by, first[name]), first[name]
 
-    def of_kind(self, quantity: str, kind: str) -> dict[str, list[tuple[int, Estimate]]]:
-        found = {model: self.points(model, quantity, kind) for model in self.models}
-        return {model: points for model, points in found.items() if points}
+        return sorted(first, key=order)
+
+    def points(self, quantity: str, kind: str) -> dict[str, Points]:
+        """Values by N of a procedure, for each model that has several. The mean is the value at N = 1."""
+        found: dict[str, Points] = {}
+        for model in self.models:
+            row = self.rows.get((model, quantity), {})
+            by_n = {n: entry.estimate for (its, n), entry in row.items() if its == kind or (n == 1 and its == "bon")}
+            if len(by_n) > 1:
+                found[model] = sorted(by_n.items())
+        return found
 
     def at(self, model: str, quantity: str, n: int) -> Entry | None:
         """Best-of-n entry, or for diversity, which has no best-of-n, its only entry."""
         row = self.rows.get((model, quantity), {})
         return row.get(("bon", n)) or (row.get(("bon", 1)) if len(row) == 1 else None)
 
+    def win_rate(self, model: str, quantity: str, n: int) -> Estimate | None:
+        entry = self.at(model, quantity, n)
+        return None if entry is None else entry.win_rate
+
     def distance(self, model: str) -> Estimate | None:
+        """The KL of a model to the reference, by the best estimate that there is."""
         for name in KLS:
             for entry in self.rows.get((model, name), {}).values():
                 return entry.estimate
@@ -85,9 +90,9 @@ class Table:
     def chosen_from(self) -> list[int]:
         """[1, N], with the N nearest to 4 that all models have; [1] if they have none in common."""
         ns = [{n for kind, n in row if kind == "bon"} for row in self.rows.values()]
-        ns = [several for several in ns if len(several) > 1]
-        common = set.intersection(*ns) - {1} if ns else set()
-        return [1, *([min(common, key=lambda n: abs(n - 4))] if common else [])]
+        several = [of_row for of_row in ns if len(of_row) > 1]
+        common = set.intersection(*several) - {1} if several else set()
+        return [1, min(common, key=lambda n: abs(n - 4))] if common else [1]
 
 
 # --- rewards over N ---------------------------------------------------------------------------------------------------
@@ -95,40 +100,41 @@ class Table:
 
 def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
     """Draw each reward over N, with intervals: best-of-N and, if evaluated, worst-of-N and majority."""
-    wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.of_kind(name, kind)][:PANELS]
+    wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.points(name, kind)][:PANELS]
     figure, panels = _grid(len(wanted), narrow)
     for axes, (name, kind) in zip(panels, wanted, strict=True):
-        found = table.of_kind(name, kind)
+        found = table.points(name, kind)
         for model, points in found.items():
-            _against_n(axes, points, looks[model], model)
-        ns = sorted({n for points in found.values() for n, _ in points})
+            look = looks[model]
+            ns = [n for n, _ in points]
+            axes.fill_between(
+                ns,
+                [estimate.low for _, estimate in points],
+                [estimate.high for _, estimate in points],
+                color=look.colour,
+                alpha=0.13,
+                linewidth=0,
+            )
+            values = [estimate.value for _, estimate in points]
+            axes.plot(ns, values, **look.line, marker=look.marker, markersize=5, label=model)
+        every = [point for points in found.values() for point in points]
+        ns = sorted({n for n, _ in every})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ns, [str(n) for n in ns])
         axes.minorticks_off()
-        shown = [estimate.coverage for points in found.values() for _, estimate in points]
-        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{left_out(shown)}")
+        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{left_out(estimate.coverage for _, estimate in every)}")
         axes.set_xlabel("N (number of samples)")
         axes.set_ylabel("value")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
     return figure
 
 
-def _against_n(axes: Axes, points: Sequence[tuple[int, Estimate]], look: Style, label: str) -> None:
-    ns = [n for n, _ in points]
-    value, low, high = np.array([[e.value, e.low, e.high] for _, e in points]).T
-    axes.fill_between(ns, low, high, color=look.colour, alpha=0.13, linewidth=0)
-    axes.plot(ns, value, **look.line, marker=look.marker, markersize=5, label=label)
-
-
 def _grid(count: int, narrow: bool, columns: int = 2, height: float = 3.3) -> tuple[Figure, list[Axes]]:
     columns = 1 if narrow else min(columns, max(count, 1))
     lines = math.ceil(count / columns)
-    size = (4.2, (height - 0.2) * lines + 0.5) if narrow else (9.6 if columns > 1 else 7.2, height * lines + 0.4)
-    figure = figure_of(size)
-    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes in panels[count:]:
-        axes.set_axis_off()
-    return figure, panels[:count]
+    if narrow:
+        return panels_of(count, columns, 4.2, (height - 0.2) * lines + 0.5)
+    return panels_of(count, columns, 9.6 if columns > 1 else 7.2, height * lines + 0.4)
 
 
 # --- win rates over KL ------------------------------------------------------------------------------------------------
@@ -142,14 +148,12 @@ def has_win_rates(table: Table) -> bool:
 def _won(table: Table) -> list[tuple[str, int]]:
     """Pairs (reward, N) for which some model has a win rate and a KL: at most three rewards, N = 1 and one more."""
     known = [model for model in table.models if table.distance(model) is not None]
-    names = [q for q in table.quantities() if any(_win_rate(table, m, q, 1) for m in known)][:3]
-    pairs = [(name, n) for n in table.chosen_from() for name in names]
-    return [(name, n) for name, n in pairs if any(_win_rate(table, m, name, n) for m in known)]
 
+    def has(name: str, n: int) -> bool:
+        return any(table.win_rate(model, name, n) for model in known)
 
-def _win_rate(table: Table, model: str, quantity: str, n: int) -> Estimate | None:
-    entry = table.at(model, quantity, n)
-    return None if entry is None else entry.win_rate
+    names = [name for name in table.quantities() if has(name, 1)][:3]
+    return [(name, n) for n in table.chosen_from() for name in names if has(name, n)]
 
 
 def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Place], *, narrow: bool = False) -> Figure:
@@ -163,7 +167,7 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
     for axes, (name, n) in zip(panels, wanted, strict=True):
         found: dict[str, tuple[Estimate, Estimate]] = {}
         for model in table.models:
-            won = _win_rate(table, model, name, n)
+            won = table.win_rate(model, name, n)
             distance = table.distance(model)
             if won is not None and distance is not None:
                 found[model] = distance, won
@@ -182,9 +186,10 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
 def _reference_curve(axes: Axes, furthest: float) -> None:
     n = np.geomspace(1, 64, 50)
     distance = np.log(n) - (n - 1) / n
+    percent = 100 * n / (n + 1)
     shown = distance <= max(furthest * 1.1, 0.5)
     label = "best-of-N of the reference"
-    axes.plot(distance[shown], (100 * n / (n + 1))[shown], color=GREY, linestyle="--", linewidth=1.2, label=label)
+    axes.plot(distance[shown], percent[shown], color=GREY, linestyle="--", linewidth=1.2, label=label)
 
 
 def _scatter(
@@ -194,43 +199,24 @@ def _scatter(
     places: Mapping[str, Place],
     *,
     percent: bool = False,
-    hollow: Iterable[str] = (),
+    hollow: Sequence[str] = (),
 ) -> None:
     """Draw points with text and intervals in both directions; lines join the models of a family in order."""
     scale = 100 if percent else 1
-    hollow = set(hollow)
-    families: dict[str, list[tuple[float, float, float]]] = {}
+    families: dict[str, list[tuple[float, float, float]]] = {}  # places of the models of a line, and their points
     for model, (x, y) in found.items():
         look = looks[model]
         place = places.get(model, Place(""))
-        (point, *_) = axes.errorbar(
-            x.value,
-            scale * y.value,
-            xerr=_reach(x),
-            yerr=_reach(y, scale),
-            color=look.colour,
-            marker=look.marker,
-            linestyle="none",
-            capsize=2,
-            elinewidth=1,
-            zorder=3,
-        )
-        axes.plot(
-            [], [], color=look.colour, marker=look.marker, linestyle="none", label=model
-        )  # filled, for the legend
+        at = x.value, scale * y.value
+        style = {"color": look.colour, "marker": look.marker, "linestyle": "none"}
+        bars = axes.errorbar(*at, xerr=_reach(x), yerr=_reach(y, scale), **style, capsize=2, elinewidth=1, zorder=3)
+        axes.plot([], [], **style, label=model)  # filled, for the legend
         if model in hollow:
-            point.set_markerfacecolor("none")
+            bars.lines[0].set_markerfacecolor("none")
         if place.text and len(found) <= 3 * NAMED:
-            axes.annotate(
-                place.text,
-                (x.value, scale * y.value),
-                textcoords="offset points",
-                xytext=(6, 5),
-                fontsize=7.5,
-                color=look.colour,
-            )
+            axes.annotate(place.text, at, textcoords="offset points", xytext=(6, 5), fontsize=7.5, color=look.colour)
         if not math.isnan(place.along):
-            families.setdefault(place.line, []).append((place.along, x.value, scale * y.value))
+            families.setdefault(place.line, []).append((place.along, *at))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
     for i, (line, members) in enumerate(families.items()):
@@ -251,18 +237,22 @@ def _reach(estimate: Estimate, scale: float = 1) -> list[list[float]] | None:
 # --- one reward over another ------------------------------------------------------------------------------------------
 
 
-def fronts_of(table: Table, without: Iterable[str]) -> list[tuple[str, str]]:
+def fronts_of(table: Table, without: Sequence[str]) -> list[tuple[str, str]]:
     """At most three pairs of rewards that at least three models, including the reference, have in common."""
-    names = [q for q in dict.fromkeys(q for _, q in table.rows) if q not in set(without) and _is_reward(table, q)]
-    both = {
-        (a, b): [m for m in table.models if table.at(m, a, 1) and table.at(m, b, 1)] for a, b in combinations(names, 2)
-    }
-    return [pair for pair, models in both.items() if len(models) > 2][:3]
-
-
-def _is_reward(table: Table, quantity: str) -> bool:
-    procedures = {key for (_, q), row in table.rows.items() if q == quantity for key in row}
-    return ("bon", 1) in procedures and " by choice of " not in quantity
+    procedures: dict[str, set[tuple[str, int]]] = {}
+    for (_, quantity), row in table.rows.items():
+        procedures.setdefault(quantity, set()).update(row)
+    rewards = [
+        quantity
+        for quantity, known in procedures.items()
+        if ("bon", 1) in known and " by choice of " not in quantity and quantity not in without
+    ]
+    pairs = []
+    for a, b in combinations(rewards, 2):
+        both = [model for model in table.models if table.at(model, a, 1) and table.at(model, b, 1)]
+        if len(both) > 2:
+            pairs.append((a, b))
+    return pairs[:3]
 
 
 def fronts(
@@ -277,9 +267,9 @@ def fronts(
 
     A point is hollow if another point is higher in both rewards.
     """
-    ns = table.chosen_from()
-    figure, panels = _grid(len(pairs) * len(ns), narrow, height=4.0)
-    for axes, (a, b, n) in zip(panels, [(a, b, n) for a, b in pairs for n in ns], strict=True):
+    wanted = [(a, b, n) for a, b in pairs for n in table.chosen_from()]
+    figure, panels = _grid(len(wanted), narrow, height=4.0)
+    for axes, (a, b, n) in zip(panels, wanted, strict=True):
         found = {}
         for model in table.models:
             x = table.at(model, a, n)
@@ -297,8 +287,8 @@ def fronts(
 
 def beaten(found: Mapping[str, tuple[Estimate, Estimate]]) -> list[str]:
     """Return the models for which another model is higher in both rewards."""
-    return [
-        model
-        for model, (x, y) in found.items()
-        if any(a.value > x.value and b.value > y.value for a, b in found.values())
-    ]
+    lower = []
+    for model, (x, y) in found.items():
+        if any(a.value > x.value and b.value > y.value for a, b in found.values()):
+            lower.append(model)
+    return lower

@@ -7,7 +7,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,6 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor
 
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, left_out
 
@@ -52,7 +51,9 @@ class Style:
 def series_style(place: int, again: int = 0) -> Style:
     """Style of the model with index ``place``. Evaluation ``again`` of the same model keeps its colour."""
     turn = place // len(COLOURS) + again
-    return Style(COLOURS[place % len(COLOURS)], MARKERS[(place + turn) % len(MARKERS)], DASHES[turn % len(DASHES)])
+    colour = COLOURS[place % len(COLOURS)]
+    marker = MARKERS[(place + turn) % len(MARKERS)]
+    return Style(colour, marker, DASHES[turn % len(DASHES)])
 
 
 # --- histograms -------------------------------------------------------------------------------------------------------
@@ -66,11 +67,11 @@ def lengths(
     narrow: bool = False,
 ) -> Figure:
     """Draw length histograms of references and trained models, with the targets of length rewards."""
-    longest = max(s.max_length for s in sampled.values())
-    values = {label: s.lengths.flatten().clamp(1, longest).numpy() for label, s in sampled.items()}  # 0 counts as 1
-    figure, (axes,) = _panels(1, len(values), narrow)
-    _distribution(axes, values, looks, _edges(longest), per_bin=False)
-    _length_axes(axes, longest, targets, legend=len(values) <= 2)
+    longest = max(one.max_length for one in sampled.values())
+    values = {label: one.lengths.flatten().clamp(1, longest).numpy() for label, one in sampled.items()}  # 0 counts as 1
+    figure, (axes,) = _histogram_panels(1, len(values), narrow)
+    _distribution(axes, values, looks, length_edges(longest), per_token=True)
+    length_axes(axes, longest, targets, legend=len(values) <= 2)
     if len(values) > OVERLAID + 1:
         axes.set_ylabel("")
     elif len(values) > 2:
@@ -81,13 +82,21 @@ def lengths(
 
 def rewards(sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
     """Draw a histogram of each reward (at most six) of references and trained models."""
-    names = list(dict.fromkeys(name for s in sampled.values() for name in s.rewards))[:6]
-    figure, panels = _panels(len(names), len(sampled), narrow)
+    names = list(dict.fromkeys(name for one in sampled.values() for name in one.rewards))[:6]
+    figure, panels = _histogram_panels(len(names), len(sampled), narrow)
     for axes, name in zip(panels, names, strict=True):
-        values = {label: _known(s.rewards[name]) for label, s in sampled.items() if name in s.rewards}
-        _distribution(axes, values, looks, _edges_of(np.concatenate(list(values.values()))), per_bin=True)
-        missing = sum(int(s.rewards[name].isnan().sum()) for s in sampled.values() if name in s.rewards)
-        axes.set_title(name + f"\n{missing} completions without this reward" * (missing > 0))
+        values = {}
+        missing = 0
+        for label, one in sampled.items():
+            if name in one.rewards:
+                known = one.rewards[name][~one.rewards[name].isnan()]
+                values[label] = np.asarray(known.double())
+                missing += one.rewards[name].numel() - known.numel()
+        _distribution(axes, values, looks, _reward_edges(np.concatenate(list(values.values()))), per_token=False)
+        title = name
+        if missing:
+            title += f"\n{missing} completions without this reward"
+        axes.set_title(title)
         axes.set_xlabel("reward")
         if len(values) <= OVERLAID + 1:
             axes.set_ylabel("completions (%)")
@@ -95,24 +104,18 @@ def rewards(sampled: Mapping[str, EvaluationSamples], looks: Mapping[str, Style]
     return figure
 
 
-def _panels(count: int, rows: int, narrow: bool) -> tuple[Figure, list[Axes]]:
-    """Create a figure for ``count`` histograms of ``rows`` models each."""
+def _histogram_panels(count: int, models: int, narrow: bool) -> tuple[Figure, list[Axes]]:
+    """Create a figure for ``count`` histograms of so many models each."""
     columns = 1 if narrow or count == 1 else 2
-    height = 3.9 if rows <= OVERLAID + 1 else 1.1 + 0.24 * rows
-    lines = math.ceil(count / columns)
-    width = 4.2 if narrow else 9.6 if columns == 2 else 7.2
-    figure = figure_of((width, height * lines))
-    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes in panels[count:]:
-        axes.set_axis_off()
-    return figure, panels[:count]
+    height = 3.9 if models <= OVERLAID + 1 else 1.1 + 0.24 * models
+    if narrow:
+        width = 4.2
+    else:
+        width = 9.6 if columns == 2 else 7.2
+    return panels_of(count, columns, width, height * math.ceil(count / columns))
 
 
-def _known(values: Tensor) -> np.ndarray:
-    return np.asarray(values[~values.isnan()].double())
-
-
-def _edges_of(values: np.ndarray) -> np.ndarray:
+def _reward_edges(values: np.ndarray) -> np.ndarray:
     """Bin edges: one bin per value for up to 12 distinct values, such as a 0/1 reward, else 40 equal bins."""
     different = np.unique(values)
     if len(different) < 2:
@@ -121,26 +124,27 @@ def _edges_of(values: np.ndarray) -> np.ndarray:
     if len(different) > 12:
         return np.linspace(different[0], different[-1], 41)
     between = (different[1:] + different[:-1]) / 2
-    return np.concatenate(([2 * different[0] - between[0]], between, [2 * different[-1] - between[-1]]))
+    first = 2 * different[0] - between[0]
+    last = 2 * different[-1] - between[-1]
+    return np.concatenate(([first], between, [last]))
 
 
 def _distribution(
-    axes: Axes, values: Mapping[str, np.ndarray], looks: Mapping[str, Style], edges: np.ndarray, *, per_bin: bool
+    axes: Axes, values: Mapping[str, np.ndarray], looks: Mapping[str, Style], edges: np.ndarray, *, per_token: bool
 ) -> None:
     """Draw overlapping histograms, or for many models one row each, darker where there are more completions."""
-    heights = {label: _percent(x, edges, per_bin) for label, x in values.items()}
+    heights = {}
+    for label, x in values.items():
+        percent = np.histogram(x, bins=edges)[0] * (100 / max(1, len(x)))
+        heights[label] = percent / np.diff(edges) if per_token else percent
     if len(values) > OVERLAID + 1:
         _rows(axes, heights, looks, edges)
         return
     for label, percent in heights.items():
         look = looks[label]
-        axes.stairs(percent, edges, fill=True, color=look.colour, alpha=0.35 if look == Style() else 0.25, linewidth=0)
+        alpha = 0.35 if look == Style() else 0.25
+        axes.stairs(percent, edges, fill=True, color=look.colour, alpha=alpha, linewidth=0)
         axes.stairs(percent, edges, color=look.colour, linewidth=1.6, linestyle=look.line["linestyle"], label=label)
-
-
-def _percent(values: np.ndarray, edges: np.ndarray, per_bin: bool) -> np.ndarray:
-    counts = np.histogram(values, bins=edges)[0] * (100 / max(1, len(values)))
-    return counts if per_bin else counts / np.diff(edges)
 
 
 def _rows(axes: Axes, heights: Mapping[str, np.ndarray], looks: Mapping[str, Style], edges: np.ndarray) -> None:
@@ -155,6 +159,27 @@ def _rows(axes: Axes, heights: Mapping[str, np.ndarray], looks: Mapping[str, Sty
     axes.set_yticks(range(len(heights)), [shortened(label) for label in heights], fontsize=8)
 
 
+def length_edges(max_length: int) -> np.ndarray:
+    """Edges of about 40 bins of 1 to ``max_length`` tokens, between the integers; the last may be narrower."""
+    width = max(1, math.ceil(max_length / 40))
+    return np.append(np.arange(0.5, max_length, width), max_length + 0.5)
+
+
+def length_axes(axes: Axes, max_length: int, targets: Sequence[float], *, legend: bool = True) -> None:
+    """Label the axes of a length histogram, and draw the targets as lines."""
+    for i, target in enumerate(targets):
+        label = None if i else "length targets"
+        axes.axvline(target, color=mpl.rcParams["text.color"], linestyle="--", linewidth=1, label=label)
+    axes.set_xlim(0, max_length + 0.5)
+    axes.set_xlabel("completion length (tokens)")
+    axes.set_ylabel("completions (% per token)")
+    if legend:
+        axes.legend()
+
+
+# --- parts of a figure ------------------------------------------------------------------------------------------------
+
+
 def shortened(label: str, most: int = 24) -> str:
     return label if len(label) <= most else f"{label[: most // 2]}…{label[-most // 2 + 1 :]}"
 
@@ -164,9 +189,21 @@ def figure_of(size: tuple[float, float]) -> Figure:
     return Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.06))
 
 
+def panels_of(count: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Create a figure of ``count`` panels; places of the grid without one are empty."""
+    figure = figure_of((width, height))
+    panels = list(figure.subplots(math.ceil(count / columns), columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
 def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) -> None:
     """Draw one legend under all panels; labels in ``order`` come first."""
-    named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    named = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        named.update(zip(labels, handles, strict=True))
     if 1 < len(named) <= NAMED + 3:
         named = {label: named[label] for label in dict.fromkeys([*order, *named]) if label in named}
         columns = max(1, round(figure.get_figwidth() / 2.4))
@@ -176,12 +213,37 @@ def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) ->
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
-Series = tuple[Sequence[Mapping[str, Any]], str, str, Style]  # log entries, metric, label, style
+Logged = Sequence[Mapping[str, Any]]  # entries of metrics.jsonl
+
+REWARD = re.compile(r"rewards/.+/mean")
+CHOICES = [  # titles, y labels and metrics of runs on preference pairs and winners
+    ("Loss", "loss", {"loss": "loss"}),
+    ("Completion log-probs", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    ("Implicit reward margin", "margin", {"rewards/margins": "margin"}),
+    ("Preference accuracy", "accuracy", {"rewards/accuracies": "accuracy"}),
+]
 
 
-def curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Style], *, narrow: bool = False
-) -> Figure:
+@dataclass(frozen=True)
+class Series:
+    """One curve: a metric of a run."""
+
+    logged: Logged
+    metric: str
+    label: str
+    style: Style
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves in one coordinate system."""
+
+    title: str
+    ylabel: str
+    series: Sequence[Series]
+
+
+def curves(runs: Mapping[str, Logged], looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
     """Draw rewards, objectives, KL, beta (if it changes) and length over the steps; `CHOICES` for preference pairs."""
     wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
     columns = 1 if narrow else 2
@@ -189,13 +251,13 @@ def curves(
     figure = figure_of((4.2 if narrow else 9.6, (2.5 if narrow else 3.0) * lines))
     panels = list(figure.subplots(lines, columns, sharex=True, squeeze=False).flat)
     most = min(POINTS, max(60, POINTS_IN_ALL // len(runs))) // 2
-    for axes, (title, ylabel, series) in zip(panels, wanted, strict=False):
-        axes.set_title(title)
-        axes.set_ylabel(ylabel)
-        drawn = [_curve(axes, *one, most=most, faint=len(runs) <= 2) for one in series]
+    for axes, panel in zip(panels, wanted, strict=False):
+        axes.set_title(panel.title)
+        axes.set_ylabel(panel.ylabel)
+        drawn = [_curve(axes, series, most=most, faint=len(runs) <= 2) for series in panel.series]
         if not any(drawn):
             axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
-        elif len(series) > 1 and len(runs) == 1:
+        elif len(panel.series) > 1 and len(runs) == 1:
             axes.legend()
     for axes in panels[: len(wanted)][-columns:]:
         axes.set_xlabel("step")
@@ -208,77 +270,79 @@ def curves(
     return figure
 
 
-CHOICES: list[tuple[str, str, dict[str, str]]] = [  # metrics of runs on preference pairs and winners
-    ("Loss", "loss", {"loss": "loss"}),
-    ("Completion log-probs", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
-    ("Implicit reward margin", "margin", {"rewards/margins": "margin"}),
-    ("Preference accuracy", "accuracy", {"rewards/accuracies": "accuracy"}),
-]
+def _of_one(logged: Logged) -> list[Panel]:
+    """Panels of one run. A reward has the same colour in all of them."""
+    metrics = sorted({name for entry in logged for name in entry})
+    if "logps/chosen" in metrics:
+        styles = {"rejected": Style(COLOURS[1])}
+        wanted = CHOICES if "rewards/margins" in metrics else CHOICES[:2]
+    else:
+        rewards = {name: name[8:-5] for name in metrics if REWARD.fullmatch(name)}
+        styles = {label: Style(COLOURS[i % len(COLOURS)]) for i, label in enumerate(rewards.values())}
+        objectives = {name: name.removeprefix("objective/") for name in metrics if name.startswith("objective/")}
+        betas = _betas([logged])
+        fixed = f", beta = {next(iter(betas)):g}" if len(betas) == 1 else ""
+        wanted = [
+            ("Mean reward", "reward", rewards),
+            ("Objective (batch estimate)", "objective value", objectives),
+            (f"KL to the reference{fixed}", "KL (nats per token)", {"kl": "KL"}),
+            ("Completion length", "mean length (tokens)", {"completions/mean_length": "mean length"}),
+        ]
+        if len(betas) > 1:
+            wanted.append(("KL weight", "beta", {"beta": "beta"}))
+    panels = []
+    for title, ylabel, labels in wanted:
+        series = [Series(logged, name, label, styles.get(label, Style())) for name, label in labels.items()]
+        panels.append(Panel(title, ylabel, series))
+    return panels
 
 
-def _of_one(logged: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Series]]]:
-    """Panels of one run: title, y label and series. A reward has the same colour in all panels."""
-    names = sorted({name for entry in logged for name in entry})
-    rewards = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if re.match(r"rewards/.+/mean$", n)}
-    objectives = {n: n.removeprefix("objective/") for n in names if n.startswith("objective/")}
-    colours = {name: Style(COLOURS[i % len(COLOURS)]) for i, name in enumerate(rewards.values())}
-    betas = {entry["beta"] for entry in logged if isinstance(entry.get("beta"), int | float)}
-    fixed = f", beta = {next(iter(betas)):g}" if len(betas) == 1 else ""
-    panels = [
-        ("Mean reward", "reward", rewards),
-        ("Objective (batch estimate)", "objective value", objectives),
-        (f"KL to the reference{fixed}", "KL (nats per token)", {"kl": "KL"}),
-        ("Completion length", "mean length (tokens)", {"completions/mean_length": "mean length"}),
-    ]
-    if len(betas) > 1:
-        panels.append(("KL weight", "beta", {"beta": "beta"}))
-    if "logps/chosen" in names:
-        panels = CHOICES[: 4 if "rewards/margins" in names else 2]
-        colours = {"rejected": Style(COLOURS[1])}
-    return [
-        (title, ylabel, [(logged, name, label, colours.get(label, Style())) for name, label in series.items()])
-        for title, ylabel, series in panels
-    ]
-
-
-def _of_several(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], looks: Mapping[str, Style]
-) -> list[tuple[str, str, list[Series]]]:
+def _of_several(runs: Mapping[str, Logged], looks: Mapping[str, Style]) -> list[Panel]:
     """Panels of several runs: one per metric, at most six rewards."""
-    names = {name for logged in runs.values() for entry in logged[-50:] for name in entry}
-    found = sorted(name for name in names if re.match(r"rewards/.+/mean$", name))[:6]
-    wanted = [(f"Mean reward: {name[8:-5]}", "reward", name) for name in found]
-    wanted.append(("Objective (batch estimate)", "objective value", "objective/aggregate"))
-    wanted.append(("KL to the reference", "KL (nats per token)", "kl"))
-    betas = {entry["beta"] for its in runs.values() for entry in its if isinstance(entry.get("beta"), int | float)}
-    wanted += [("KL weight", "beta", "beta")] * (len(betas) > 1)
-    wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
-    if "logps/chosen" in names and not found:
-        wanted = [(title, ylabel, next(iter(series))) for title, ylabel, series in CHOICES]
-    return [
-        (title, ylabel, [(logged, name, label, looks[label]) for label, logged in runs.items()])
-        for title, ylabel, name in wanted
-    ]
+    metrics = {name for logged in runs.values() for entry in logged[-50:] for name in entry}
+    rewards = sorted(name for name in metrics if REWARD.fullmatch(name))[:6]
+    if "logps/chosen" in metrics and not rewards:
+        wanted = [(title, ylabel, next(iter(labels))) for title, ylabel, labels in CHOICES]
+    else:
+        wanted = [(f"Mean reward: {name[8:-5]}", "reward", name) for name in rewards]
+        wanted.append(("Objective (batch estimate)", "objective value", "objective/aggregate"))
+        wanted.append(("KL to the reference", "KL (nats per token)", "kl"))
+        if len(_betas(runs.values())) > 1:
+            wanted.append(("KL weight", "beta", "beta"))
+        wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
+    panels = []
+    for title, ylabel, name in wanted:
+        series = [Series(logged, name, label, looks[label]) for label, logged in runs.items()]
+        panels.append(Panel(title, ylabel, series))
+    return panels
 
 
-def _curve(
-    axes: Axes, logged: Sequence[Mapping[str, Any]], name: str, label: str, its: Style, *, most: int, faint: bool
-) -> bool:
-    """Draw a metric's moving average at ``most`` points, ``faint``: and its values. False if it was never logged."""
-    points = [(entry["step"], entry[name]) for entry in logged if isinstance(entry.get(name), int | float)]
+def _betas(runs: Iterable[Logged]) -> set[float]:
+    return {entry["beta"] for logged in runs for entry in logged if isinstance(entry.get("beta"), int | float)}
+
+
+def _curve(axes: Axes, series: Series, *, most: int, faint: bool) -> bool:
+    """Draw the moving average at ``most`` points, ``faint``: and the values. False if the metric was never logged."""
+    points = []
+    for entry in series.logged:
+        value = entry.get(series.metric)
+        if isinstance(value, int | float):
+            points.append((entry["step"], value))
     if not points:
         return False
-    steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    steps, values = np.array(points, dtype=float).T
     width = max(1, len(points) // 20)
     if width == 1:
-        axes.plot(steps, values, **its.line, label=label, marker="o" if len(points) < 8 else None, markersize=4)
+        marker = "o" if len(points) < 8 else None
+        axes.plot(steps, values, **series.style.line, label=series.label, marker=marker, markersize=4)
         return True
     if faint:
-        axes.plot(*_extremes(steps, values), color=its.colour, alpha=0.25, linewidth=0.8)
+        axes.plot(*_extremes(steps, values), color=series.style.colour, alpha=0.25, linewidth=0.8)
     # Divide by the number of points in each window, which is smaller at the ends.
-    smooth, count = (np.convolve(x, np.ones(width), mode="same") for x in (values, np.ones_like(values)))
+    window = np.ones(width)
+    smooth = np.convolve(values, window, mode="same") / np.convolve(np.ones_like(values), window, mode="same")
     some = np.unique(np.linspace(0, len(points) - 1, min(len(points), most)).round().astype(int))
-    axes.plot(steps[some], (smooth / count)[some], **its.line, label=label)
+    axes.plot(steps[some], smooth[some], **series.style.line, label=series.label)
     return True
 
 
@@ -335,22 +399,29 @@ def values_over_n(axes: Axes, values: Mapping[str, Sequence[Any]], ns: Sequence[
 def _lengths_of_models(
     figure: Figure, places: Sequence[Any], models: Mapping[str, EvaluationSamples], targets: Sequence[float]
 ) -> None:
-    max_length = max(s.max_length for s in models.values())
-    edges = _edges(max_length)
+    max_length = max(sampled.max_length for sampled in models.values())
+    edges = length_edges(max_length)
     labels = list(models)
     panels = [figure.add_subplot(place) for place in places]
     for i, (label, sampled) in enumerate(models.items()):
-        for axes in panels if i == 0 else [panels[(i - 1) % len(panels)]]:
-            _histogram(axes, sampled, edges, _colour(i), label, alpha=0.15 if i else 0.3)
+        counted = sampled.lengths.flatten().clamp(1, sampled.max_length).numpy()  # length 0 counts as 1
+        percent = 100 * np.histogram(counted, bins=edges, density=True)[0]
+        alpha = 0.15 if i else 0.3
+        for axes in [panels[(i - 1) % len(panels)]] if i else panels:
+            axes.stairs(percent, edges, fill=True, color=_colour(i), alpha=alpha, linewidth=0)
+            axes.stairs(percent, edges, color=_colour(i), linewidth=1.6, label=label)
     for i, axes in enumerate(panels):
-        _length_axes(axes, max_length, targets, legend=len(panels) == 1)
+        length_axes(axes, max_length, targets, legend=len(panels) == 1)
         if len(panels) > 1:
             axes.set_ylabel("")
             axes.text(0.99, 0.9, labels[i + 1], transform=axes.transAxes, ha="right", va="top", color=_colour(i + 1))
             if axes is not panels[-1]:
                 axes.set_xlabel("")
                 axes.tick_params(labelbottom=False)
-    panels[0].set_title("Completion length" + " (% per token; grey: reference)" * (len(panels) > 1))
+    title = "Completion length"
+    if len(panels) > 1:
+        title += " (% per token; grey: reference)"
+    panels[0].set_title(title)
 
 
 def _colour(model: int) -> str:
@@ -358,57 +429,38 @@ def _colour(model: int) -> str:
     return COLOURS[(model - 1) % len(COLOURS)] if model else GREY
 
 
-def _edges(max_length: int) -> np.ndarray:
-    """Edges of about 40 bins of 1 to ``max_length`` tokens, between the integers; the last may be narrower."""
-    width = max(1, math.ceil(max_length / 40))
-    return np.append(np.arange(0.5, max_length, width), max_length + 0.5)
+# --- files ------------------------------------------------------------------------------------------------------------
+
+# ink, paper, line; those of templates/report.css
+LIGHT = ("#1f2328", "#ffffff", "#d8dee4")
+DARK = ("#e6edf3", "#161b22", "#30363d")
 
 
-def _histogram(
-    axes: Axes, sampled: EvaluationSamples, edges: np.ndarray, colour: str, label: str, *, alpha: float
-) -> None:
-    counted = sampled.lengths.flatten().clamp(1, sampled.max_length).numpy()  # length 0 counts as 1
-    percent = 100 * np.histogram(counted, bins=edges, density=True)[0]
-    axes.stairs(percent, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
-    axes.stairs(percent, edges, color=colour, linewidth=1.6, label=label)
-
-
-def _length_axes(axes: Axes, max_length: int, targets: Sequence[float], *, legend: bool = True) -> None:
-    for i, target in enumerate(targets):
-        label = None if i else "length targets"
-        axes.axvline(target, color=mpl.rcParams["text.color"], linestyle="--", linewidth=1, label=label)
-    axes.set_xlim(0, max_length + 0.5)
-    axes.set_xlabel("completion length (tokens)")
-    axes.set_ylabel("completions (% per token)")
-    if legend:
-        axes.legend()
-
-
-def objective_label(sampled: EvaluationSamples) -> str:
-    """Legend label of a run: its objective, such as ``"bon:4"`` or ``"mean (GRPO)"``, or that of each reward."""
-    objectives = sampled.objectives
-    if len(set(objectives.values())) > 1:
-        return ", ".join(f"{name} {objective}" for name, objective in objectives.items())
-    objective = next(iter(objectives.values()))
-    return "mean (GRPO)" if objective == "mean" else objective
-
-
-_PAGE = {False: ("#1f2328", "#ffffff", "#d8dee4"), True: ("#e6edf3", "#161b22", "#30363d")}  # ink, paper, line
-
-
-def _theme(dark: bool) -> Any:
-    ink, paper, line = _PAGE[dark]
+def _theme(dark: bool) -> dict[str, Any]:
+    ink, paper, line = DARK if dark else LIGHT
     texts = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
-    return dict.fromkeys(texts, ink) | {
-        "figure.facecolor": paper, "axes.facecolor": paper, "savefig.facecolor": paper,
-        "axes.edgecolor": line, "xtick.color": line, "ytick.color": line, "grid.color": line,
-        "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.7,
-        "axes.spines.top": False, "axes.spines.right": False,
-        "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-        "legend.fontsize": 9, "legend.framealpha": 0.9, "legend.edgecolor": "none",
-        "font.size": 10, "lines.linewidth": 1.8, "svg.hashsalt": "nlgrpo",
+    papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    lines = ("axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    return {
+        **dict.fromkeys(texts, ink),
+        **dict.fromkeys(papers, paper),
+        **dict.fromkeys(lines, line),
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "legend.fontsize": 9,
+        "legend.framealpha": 0.9,
+        "legend.edgecolor": "none",
+        "font.size": 10,
+        "lines.linewidth": 1.8,
+        "svg.hashsalt": "nlgrpo",
         "text.parse_math": False,  # the name of a run or a reward may contain a dollar sign
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -422,8 +474,9 @@ class Picture:
     def url(self, *, narrow: bool, dark: bool) -> str:
         """Data URL of the SVG. The dark variant differs only in the theme's colours."""
         svg = self.narrow if narrow else self.wide
-        for light, other in zip(*(_PAGE[theme] for theme in (False, True)), strict=True) if dark else ():
-            svg = svg.replace(light, other)
+        if dark:
+            for light_colour, dark_colour in zip(LIGHT, DARK, strict=True):
+                svg = svg.replace(light_colour, dark_colour)
         return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
 
 from nlgrpo import __version__
-from nlgrpo.apps.report import report, run_loader
+from nlgrpo.apps.report import configurations, report, run_loader
 from nlgrpo.config import comparing, toml_file
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
 from nlgrpo.errors import UserError, as_user_error
@@ -40,9 +40,9 @@ def model_card(run: Path, repository: str) -> str:
     """
     adapter = exported(run).name == "adapter"
     notes: list[str] = []
-    config = run_loader.read_config(run, notes)
-    base = config.get("model", {}).get("path") or ""
-    source = config.get("data", {}).get("source") or ""
+    config = configurations.read(run, notes)
+    base = configurations.section(config, "model").get("path") or ""
+    source = configurations.section(config, "data").get("source") or ""
     data = ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
@@ -75,13 +75,16 @@ def _shown(name: str) -> str:
 
 
 def _objectives(config: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {name} | `{reward.get('function', '')}` | `{reward.get('objective', '')}` | {reward.get('weight', 1.0):g} |"
-        for name, reward in config.get("rewards", {}).items()
-    ]
-    aggregate = config.get("loss", {}).get("aggregate", "sum")
-    together = f"\n\nThe objectives are joined by `{aggregate}`." if len(rows) > 1 else ""
-    return "\n".join(["| reward | function | objective | weight |", "|---|---|---|---|", *rows]) + together
+    rows = []
+    for name, reward in configurations.section(config, "rewards").items():
+        function = reward.get("function", "")
+        objective = reward.get("objective", "")
+        rows.append(f"| {name} | `{function}` | `{objective}` | {reward.get('weight', 1.0):g} |")
+    table = "\n".join(["| reward | function | objective | weight |", "|---|---|---|---|", *rows])
+    if len(rows) < 2:
+        return table
+    aggregate = configurations.section(config, "loss").get("aggregate", "sum")
+    return f"{table}\n\nThe objectives are joined by `{aggregate}`."
 
 
 def _results(run: Path, config: Mapping[str, Any]) -> str:
@@ -93,17 +96,20 @@ def _results(run: Path, config: Mapping[str, Any]) -> str:
     if not {"before", "after"} <= found.keys():
         return "The run was not evaluated."
     samples = found["after"].lengths.shape[1]
-    ns = [n for n in config.get("evaluation", {}).get("ns", (1, 4)) if n <= samples]
-    rows = []
+    ns = [n for n in configurations.section(config, "evaluation").get("ns", (1, 4)) if n <= samples]
+    lines = ["| reward | procedure | before | after | change |", "|---|---|---|---|---|"]
     for x in changes(found["before"], found["after"], ns):
-        numbers = (format_interval(x.before), format_interval(x.after), format_change(x))
-        rows.append(f"| {x.after.reward} | {x.after.procedure} | {' | '.join(numbers)} |")
-    head = ["| reward | procedure | before | after | change |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows]) + f"\n\n{found['after'].size}, 95% intervals over prompts."
+        cells = [x.after.reward, x.after.procedure]
+        cells += [format_interval(x.before), format_interval(x.after), format_change(x)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"{found['after'].size}, 95% intervals over prompts."]
+    return "\n".join(lines)
 
 
 def _training(run: Path, config: Mapping[str, Any]) -> str:
-    loss, optim, rollout = (config.get(name, {}) for name in ("loss", "optim", "rollout"))
+    loss = configurations.section(config, "loss")
+    optim = configurations.section(config, "optim")
+    rollout = configurations.section(config, "rollout")
     logged = run_files.read_jsonl(run / run_files.METRICS_FILE)
     last = [entry["kl"] for entry in logged[-20:] if isinstance(entry.get("kl"), float)]
     kl = f", KL per token {math.fsum(last) / len(last):.3g} at the end" if last else ""
@@ -112,7 +118,8 @@ def _training(run: Path, config: Mapping[str, Any]) -> str:
         f"{loss.get('algorithm', 'grpo')}, beta {loss.get('beta', 0):g}, learning rate {optim.get('lr', 0):g}{kl}."
     )
     versions = run_loader.versions(run) or {"torch": torch.__version__, "transformers": transformers.__version__}
-    shown = ", ".join(f"{name} {version}" for name, version in ({"nlgrpo": __version__} | versions).items())
+    versions = {"nlgrpo": __version__, **versions}
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{facts}\n\n`nlgrpo train nlgrpo/{TOML}` trains this model again. `nlgrpo/{report.FILE}` is the report, with "
         f"all curves, and `nlgrpo/{run_files.METRICS_FILE}` has the metrics of every step.\n\nVersions: {shown}."
@@ -133,7 +140,7 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
     files |= {f"nlgrpo/{name}": run / name for name in ATTACHED if (run / name).is_file()}
     operations = [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
     operations.append(CommitOperationAdd("README.md", card.encode()))
-    keys = comparing.without_defaults(run_loader.read_config(run, []))
+    keys = comparing.without_defaults(configurations.read(run, []))
     operations.append(CommitOperationAdd(f"nlgrpo/{TOML}", toml_file.text(keys).encode()))
     api = HfApi(library_name="nlgrpo", library_version=__version__)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import threading
 import time
@@ -14,14 +13,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nlgrpo.apps.evaluate import results
-from nlgrpo.apps.report import html_page, report, run_loader
+from nlgrpo.apps.report import configurations, page, report
 from nlgrpo.apps.sweep import state
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.runtime.timing import as_clock
 from nlgrpo.training.tracking import run_files
 
 FOLLOWED = (
-    *run_loader.CONFIGS,
+    *configurations.FILES,
     run_files.METRICS_FILE,
     run_files.SAMPLES_FILE,
     evaluation_samples.EVALUATION_FILE,
@@ -29,36 +28,6 @@ FOLLOWED = (
     state.SWEEP_FILE,
 )
 REST = 5.0  # pause after building a report, in units of the time that it took
-
-# The page around the report. It asks for the state every two seconds and reloads the report when it has changed.
-SCRIPT = """
-"use strict";
-const frame = document.querySelector("iframe"), line = document.querySelector("p");
-let shown = -1, place = 0, loading = false;
-async function follow() {
-  try {
-    const state = await (await fetch("state", {cache: "no-store"})).json();
-    line.textContent = state.lines.join("   ");
-    if (state.version !== shown) {
-      if (!loading) place = frame.contentWindow.scrollY;
-      loading = true;
-      frame.src = "report?" + state.version;
-      shown = state.version;
-    }
-  } catch (error) { line.textContent = "nlgrpo watch has ended"; }
-  setTimeout(follow, 2000);
-}
-frame.onload = () => {  // a reader who has scrolled while the report loaded stays there
-  if (loading && !frame.contentWindow.scrollY) frame.contentWindow.scrollTo(0, place);
-  loading = false;
-};
-follow();
-"""
-STYLE = """
-:root { color-scheme: light dark } body { margin: 0; display: flex; flex-direction: column; height: 100vh }
-p { margin: 0; padding: .4rem 1rem; font: .9rem/1.4 system-ui, sans-serif; white-space: pre-wrap }
-iframe { flex: 1; border: 0 }
-"""
 
 
 @dataclass
@@ -72,7 +41,8 @@ class LiveReport:
     folder: Path
     version: int = 0
     """Number of reports so far."""
-    page: bytes = b"<p>no run yet</p>"
+    html: str = field(default_factory=lambda: message("no run yet"))
+    """The last report, or a message in its place."""
     stopped: threading.Event = field(default_factory=threading.Event)
     _seen: object = None
     _waiting: tuple[Path, ...] = ()
@@ -94,14 +64,11 @@ class LiveReport:
         if seen == self._seen:
             return False
         there = [folder for folder in self.folders if _files(folder)]
-        fault = ""
         try:
-            path = report.write_report(there, self.folder / report.FILE) if there else None
-            self.page = self.page if path is None else path.read_bytes()
+            if there:
+                self.html = report.write_report(there, self.folder / report.FILE).read_text("utf-8")
         except ValueError as error:
-            fault = str(error)
-        if fault:
-            self.page = f"<p>{html.escape(fault)}</p>".encode()
+            self.html = message(str(error))
         self._seen = seen
         self._waiting = tuple(folder for folder in self.folders if folder not in there)
         self.version += 1
@@ -129,10 +96,17 @@ class LiveReport:
         return found
 
 
+def message(text: str) -> str:
+    """Return a page with one line."""
+    return page.render("message.html", message=text)
+
+
 def _files(folder: Path) -> list[Path]:
     """Files that the report reads, of a run or of the points of a sweep."""
-    places = [folder, *(sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else [])]
-    return [place / name for place in places for name in FOLLOWED if (place / name).is_file()]
+    if not folder.is_dir():
+        return []
+    points = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [place / name for place in (folder, *points) for name in FOLLOWED if (place / name).is_file()]
 
 
 def _state(path: Path, now: float) -> str:
@@ -150,36 +124,30 @@ def server(live: LiveReport, host: str, port: int) -> ThreadingHTTPServer:
 
     It answers requests for ``host`` and localhost only, so that no other website can read it through a browser.
     """
-    policy = f"default-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src {html_page.allowed(SCRIPT)}"
-    shell = (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>nlgrpo watch</title>'
-        f'<link rel="icon" href="data:,"><style>{STYLE}</style>'
-        f'</head><body><p>...</p><iframe title="report"></iframe><script>{SCRIPT}</script></body></html>'
-    ).encode()
+    shell = page.render("watch.html")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
             path = urlsplit(self.path).path
             if name not in {host, "localhost", "127.0.0.1", "::1"} and host != "0.0.0.0":
-                self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"unknown host")
+                self._answer(HTTPStatus.FORBIDDEN, "text/plain", "unknown host")
             elif path == "/":
-                self._answer(HTTPStatus.OK, "text/html; charset=utf-8", shell, policy)
+                self._answer(HTTPStatus.OK, "text/html; charset=utf-8", shell)
             elif path == "/report":
-                self._answer(HTTPStatus.OK, "text/html; charset=utf-8", live.page)
+                self._answer(HTTPStatus.OK, "text/html; charset=utf-8", live.html)
             elif path == "/state":
                 state = {"version": live.version, "lines": live.lines()}
-                self._answer(HTTPStatus.OK, "application/json", json.dumps(state).encode())
+                self._answer(HTTPStatus.OK, "application/json", json.dumps(state))
             else:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"not found")
+                self._answer(HTTPStatus.NOT_FOUND, "text/plain", "not found")
 
-        def _answer(self, status: HTTPStatus, kind: str, content: bytes, policy: str = "") -> None:
+        def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+            content = text.encode(errors="replace")
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")
-            if policy:
-                self.send_header("Content-Security-Policy", policy)
             self.end_headers()
             self.wfile.write(content)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from matplotlib.figure import Figure
 from nlgrpo import __version__
 from nlgrpo.apps.evaluate.named_models import split_label
 from nlgrpo.apps.evaluate.results import Entry
-from nlgrpo.apps.report import config_diff, evaluation_figures, figures, html_page, run_loader, seeds, success_figures
-from nlgrpo.apps.report.html_page import Cell
-from nlgrpo.apps.report.run_loader import REFERENCE, TRAINING_KL, ReportData
+from nlgrpo.apps.report import configurations, evaluation_figures, figures, page, run_loader, success_figures
+from nlgrpo.apps.report.compare import TESTED, Setting, differences, format_p_value
+from nlgrpo.apps.report.page import Cell, ModelSamples, PromptSamples, Sample, Section, Table
+from nlgrpo.apps.report.run_loader import REFERENCE, TRAINING_KL, Model, ReportData
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of, where_same_rewards
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
@@ -36,12 +37,18 @@ from nlgrpo.training.evaluation_summary import (
     changes,
     format_change,
     format_interval,
+    number_lines,
     summarize,
 )
 from nlgrpo.training.tracking import run_files
 
 FILE = run_files.REPORT_FILE
-PROMPTS = 8
+PROMPTS = 8  # most prompts whose completions are shown
+KEYS = 12  # most configuration keys in the table of the models
+
+WALKS = "All saved answers to two mazes, those nearest to solved in a third of the samples before training."
+SMOOTHED = "Dark lines: moving average over 5% of the steps."
+INTERVALS = "95% intervals over prompts, and over seeds where there are several."
 
 
 def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = None) -> Path:
@@ -57,321 +64,338 @@ def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = 
     Raises UserError for a folder of another kind, and if ``out`` does not end in .html.
     """
     given = [folders] if isinstance(folders, str | Path) else list(dict.fromkeys(folders))
-    paths = [split_label(str(folder))[1] for folder in given]
     if not given:
         raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
-    out = Path(out) if out is not None else (paths[0] if len(paths) == 1 else Path()) / FILE
-    out = out / FILE if out.is_dir() else out
+    paths = [split_label(str(folder))[1] for folder in given]
+    if out is None:
+        out = (paths[0] if len(paths) == 1 else Path()) / FILE
+    out = Path(out)
+    if out.is_dir():
+        out = out / FILE
     if out.suffix not in (".html", ".htm"):
         raise UserError(f"cannot write {out}: the name must end in .html")
     found = run_loader.read_runs(given)
     with atomic_files.into(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    name = ", ".join(folder.resolve().name for folder in paths[:4]) + f" and {len(paths) - 4} more" * (len(paths) > 4)
-    atomic_files.atomic_write_bytes(out, _Report(found, out).html(name).encode(errors="replace"))
+    title = ", ".join(folder.resolve().name for folder in paths[:4])
+    if len(paths) > 4:
+        title += f" and {len(paths) - 4} more"
+    report = _Report(found, out)
+    html = page.render(
+        "report.html", title=title, facts=report.facts(), notes=found.notes, sections=list(report.sections())
+    )
+    atomic_files.atomic_write_bytes(out, html.encode(errors="replace"))
     return out
 
 
 class _Report:
-    """Builds the sections of the page from the loaded data."""
+    """Makes the sections of the page from the loaded data."""
 
     def __init__(self, found: ReportData, out: Path) -> None:
         self.found = found
         self.out = out
-        self.one = (
-            found.models[0] if len(found.models) == 1 and found.models[0].settings == found.models[0].label else None
-        )
-        self.names = self._names()
+        # the model of a report on one run; None for several runs, and for an evaluation
+        self.one: Model | None = None
+        if len(found.models) == 1 and found.models[0].settings == found.models[0].label:
+            self.one = found.models[0]
+        # names in legends of the labels that have another one there
+        self.names: dict[str, str] = {}
+        if self.one is not None and self.one.sampled is not None:
+            self.names[self.one.label] = f"trained: {run_loader.objective_label(self.one.sampled)}"
         self.looks = self._looks()
         configs = {m.label: found.settings[m.settings].config for m in found.models if m.settings == m.label}
-        self.differing = config_diff.columns(configs)
-        self.places = config_diff.places(configs)
-
-    def _names(self) -> dict[str, str]:
-        """Legend names by label, for labels with another name in legends."""
-        model = self.one
-        if model is None or model.sampled is None:
-            return {}
-        return {model.label: f"trained: {figures.objective_label(model.sampled)}"}
+        self.differing = configurations.differing(configs)
+        self.places = configurations.places(configs)
 
     def _looks(self) -> dict[str, figures.Style]:
         """Style of each label: the same in all figures; evaluations of one model share its colour."""
-        references = dict.fromkeys([*self.found.references, *(e.model for e in self.found.reference_entries)])
+        references = dict.fromkeys(self.found.references)
+        references |= dict.fromkeys(entry.model for entry in self.found.reference_entries)
         looks = {label: figures.Style(dash=figures.DASHES[i % 4]) for i, label in enumerate(references)}
-        places: dict[str, list[str]] = {}
+        evaluations: dict[str, int] = {}  # of each model so far
         for model in self.found.models:
-            same = places.setdefault(model.name, [])
-            looks[model.label] = figures.series_style(list(places).index(model.name), len(same))
-            same.append(model.label)
+            again = evaluations.setdefault(model.name, 0)
+            looks[model.label] = figures.series_style(list(evaluations).index(model.name), again)
+            evaluations[model.name] += 1
         return looks
 
-    def html(self, title: str) -> str:
-        pictures = self.pictures()
-        sections = {
-            "Result": _result(self.one.label, self.found) if self.one else "",
-            "Models": "" if self.one else self.models(),
-            "Differences": self.differences(),
-            **pictures,
-            "All results": self.numbers(),
-            "Samples": self.samples(),
-            "Settings": self.settings(),
-        }
-        parts = [html_page.notes(self.found.notes), *(html_page.section(name, part) for name, part in sections.items())]
-        return html_page.page(title, self.facts(), parts, [name for name, part in sections.items() if part])
-
-    @property
-    def over(self) -> str:
-        """What the intervals are over."""
-        several = any(model.by_seed for model in self.found.models)
-        return "bootstrap over prompts" + "; over prompts and seeds where there are several" * several
-
     def facts(self) -> list[str]:
+        """What the report is about, in a few words."""
         models = self.found.models
         facts = []
         if len(models) != 1:
             facts.append(f"{len(models)} models")
-        if any(model.logged for model in models) or self.one:
+        if self.one is not None or any(model.logged for model in models):
             facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
-        return facts + [f"evaluated on {sizes_of(self.found.sampled.values())}"] * bool(self.found.sampled)
+        if self.found.sampled:
+            facts.append(f"evaluated on {sizes_of(self.found.sampled.values())}")
+        return facts
+
+    def sections(self) -> Iterator[Section]:
+        """Yield the sections that have content."""
+        if self.one is not None:
+            yield from _result(self.one, self.found)
+        else:
+            yield self.models()
+        yield from self.differences()
+        yield from self.pictures()
+        yield from self.numbers()
+        yield from self.samples()
+        yield self.settings()
 
     # --- pictures ---
 
-    def pictures(self) -> dict[str, str]:
-        """HTML of the figures that have data, by title."""
-        found = self.found
+    def pictures(self) -> Iterator[Section]:
+        """Yield the figures that have data."""
         looks = self._renamed(self.looks)
         places = self._renamed(self.places)
-        renamed = [replace(entry, model=self.names.get(entry.model, entry.model)) for entry in found.entries]
-        table = evaluation_figures.Table(renamed)
-        sampled = self._renamed(found.sampled)
-        runs = self._renamed({model.label: model.logged for model in found.models if model.logged})
-        targets = run_loader.length_targets([settings.config for settings in found.settings.values()])
-        pairs = evaluation_figures.fronts_of(table, [WEIGHTED_SUM])
-        best = partial(evaluation_figures.best_of_n, table, looks)
-        won = partial(evaluation_figures.win_rates, table, looks, places)
-        fronts = partial(evaluation_figures.fronts, table, pairs, looks, places)
+        sampled = self._renamed(self.found.sampled)
+
         binary = binary_rewards(sampled)
-        scores = {name for one in sampled.values() for name in one.rewards} - set(binary)
-        solved = partial(success_figures.successes, sampled)
-        seen = success_figures.maze_prompts(sampled)
-        walks = partial(success_figures.walks, sampled, seen)
-        hollow = "Hollow points: another model is higher in both rewards. " + INTERVALS
-        drawn: dict[str, tuple[str, bool, Callable[..., Figure], str]] = {
-            "Solved prompts": ("successes", bool(binary), solved, ""),
-            "Walks": ("walks", bool(seen), walks, WALKS),
-            "Completion lengths": ("lengths", bool(sampled), partial(figures.lengths, sampled, looks, targets), ""),
-            "Training curves": ("curves", bool(runs), partial(figures.curves, runs, looks), SMOOTHED),
-            "Rewards": ("rewards", bool(scores), partial(figures.rewards, sampled, looks), ""),
-            "Best-of-N rewards": ("best_of_n", bool(table.quantities()), best, INTERVALS),
-            "Win rate over KL": ("win_rates", evaluation_figures.has_win_rates(table), won, self._about_kl()),
-            "Reward trade-offs": ("fronts", bool(pairs), fronts, hollow),
-        }
-        return {
-            title: self._picture(name, title, draw) + (html_page.soft(about) if about else "")
-            for title, (name, there, draw, about) in drawn.items()
-            if there
-        }
+        if binary:
+            yield self._picture("Solved prompts", "successes", partial(success_figures.successes, sampled))
+        mazes = success_figures.maze_prompts(sampled)
+        if mazes:
+            yield self._picture("Walks", "walks", partial(success_figures.walks, sampled, mazes), WALKS)
+        if sampled:
+            targets = configurations.length_targets([settings.config for settings in self.found.settings.values()])
+            yield self._picture("Completion lengths", "lengths", partial(figures.lengths, sampled, looks, targets))
+        runs = self._renamed({model.label: model.logged for model in self.found.models if model.logged})
+        if runs:
+            yield self._picture("Training curves", "curves", partial(figures.curves, runs, looks), SMOOTHED)
+        names = {name for one in sampled.values() for name in one.rewards}
+        if names - set(binary):
+            yield self._picture("Rewards", "rewards", partial(figures.rewards, sampled, looks))
+
+        table = evaluation_figures.Table(
+            replace(entry, model=self.names.get(entry.model, entry.model)) for entry in self.found.entries
+        )
+        if table.quantities():
+            draw = partial(evaluation_figures.best_of_n, table, looks)
+            yield self._picture("Best-of-N rewards", "best_of_n", draw, INTERVALS)
+        if evaluation_figures.has_win_rates(table):
+            draw = partial(evaluation_figures.win_rates, table, looks, places)
+            yield self._picture("Win rate over KL", "win_rates", draw, self._about_kl())
+        pairs = evaluation_figures.fronts_of(table, [WEIGHTED_SUM])
+        if pairs:
+            draw = partial(evaluation_figures.fronts, table, pairs, looks, places)
+            about = f"Hollow points: another model is higher in both rewards. {INTERVALS}"
+            yield self._picture("Reward trade-offs", "fronts", draw, about)
 
     def _renamed(self, by_label: Mapping[str, Any]) -> dict[str, Any]:
         return {self.names.get(label, label): value for label, value in by_label.items()}
 
-    def _picture(self, name: str, title: str, draw: Callable[..., Figure]) -> str:
+    def _picture(self, title: str, name: str, draw: Callable[..., Figure], about: str = "") -> Section:
+        """Draw a figure, and save it as PNG."""
         prefix = "" if self.out.name == FILE else f"{self.out.stem}-"
         drawn = figures.picture(draw)
         atomic_files.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), drawn.png)
-        return html_page.picture(drawn, title)
+        return Section(title, "picture.html", drawn, about)
 
     def _about_kl(self) -> str:
-        taken = {entry.quantity for entry in self.found.entries if entry.quantity.startswith("kl/")}
-        logged = "KL of runs: mean KL per token times length, over the last 10% of the steps. " * (TRAINING_KL in taken)
-        return f"{logged}Win rates: against the model's reference under the same procedure. {INTERVALS}"
+        about = f"Win rates: against the model's reference under the same procedure. {INTERVALS}"
+        if any(entry.quantity == TRAINING_KL for entry in self.found.entries):
+            about = f"KL of runs: mean KL per token times length, over the last 10% of the steps. {about}"
+        return about
 
     # --- tables ---
 
-    def models(self) -> str:
-        """Table of the models: style, state, logged steps, and the first 12 configuration keys that differ."""
-        keys = list(self.differing)[:12]
-        rows = [
-            [self._named(label), html_page.text("reference"), html_page.text(""), *[html_page.text("")] * len(keys)]
-            for label in self.looks
-            if label not in {model.label for model in self.found.models}
-        ]
+    def models(self) -> Section:
+        """Table of the models: style, state, logged steps, and the first configuration keys that differ."""
+        keys = list(self.differing)[:KEYS]
+        trained = {model.label for model in self.found.models}
+        rows = []
+        for label in self.looks:
+            if label not in trained:
+                empty = [Cell("") for _ in ("steps", *keys)]
+                rows.append([self._named(label), Cell("reference"), *empty])
         for model in self.found.models:
-            steps = html_page.number(len(model.logged) or math.nan, str(len(model.logged) or "-"))
-            values = [html_page.text(self.differing[key].get(model.label, "")) for key in keys]
-            rows.append([self._named(model.label), html_page.text(model.state), steps, *values])
-        about = "Colours, lines and markers are those of the figures" * (len(rows) > figures.NAMED)
-        about += "; they repeat after 28 models" * (len(self.found.models) > 28)
-        table = html_page.table(["model", "state", "steps", *keys], rows, kind="sorts")
-        return table + (html_page.soft(f"{about}.") if about else "")
+            steps = len(model.logged)
+            count = page.number(steps, str(steps)) if steps else page.number(math.nan, "-")
+            values = [Cell(self.differing[key].get(model.label, "")) for key in keys]
+            rows.append([self._named(model.label), Cell(model.state), count, *values])
+        about = ""
+        if len(rows) > figures.NAMED:
+            about = "Colours, lines and markers are those of the figures"
+            if len(trained) > 28:
+                about += "; they repeat after 28 models"
+            about += "."
+        return Section("Models", "table.html", Table(["model", "state", "steps", *keys], rows, "sorts"), about)
 
-    def differences(self) -> str:
+    def differences(self) -> Iterator[Section]:
         """Table of tests between the trained models: best-of-N of the first one less that of each other one."""
         trained = [
-            seeds.Setting(model.label, {}, model.by_seed or {None: model.sampled})
+            Setting(model.label, {}, model.by_seed or {None: model.sampled})
             for model in self.found.models
             if model.sampled is not None
         ]
+        if not 1 < len(trained) <= TESTED + 1:
+            return
         samples = [sampled for setting in trained for sampled in setting.by_seed.values()]
-        if not 1 < len(trained) <= seeds.TESTED + 1 or not run_loader.comparable(samples):
-            return ""
-        if any(sampled.weights != samples[0].weights for sampled in samples):
-            return ""
+        if not run_loader.comparable(samples) or any(sampled.weights != samples[0].weights for sampled in samples):
+            return
         most = min(sampled.lengths.shape[1] for sampled in samples)
         ns = [n for n in run_loader.NS if n <= most]
         first, *others = trained
-        found = seeds.differences(first, others, ns, where_same_rewards(samples))
-        rows = [
-            [
-                html_page.number(one.n, str(one.n)),
-                html_page.text(one.other),
-                html_page.number(one.value, one.shown),
-                html_page.number(one.p_value, one.shown_p),
-                html_page.text(one.over),
+        rows = []
+        for found in differences(first, others, ns, where_same_rewards(samples)):
+            row = [
+                page.number(found.n, str(found.n)),
+                Cell(found.other),
+                page.number(found.value, found.shown),
+                page.number(found.p_value, format_p_value(found.p_value)),
+                Cell(found.over),
             ]
-            for one in found
-        ]
+            rows.append(row)
+        if not rows:
+            return
         what = "the weighted sum of best-of-N rewards" if len(samples[0].rewards) > 1 else "best-of-N"
         about = (
             f"{first.label} less each other model: {what}, with 95% intervals over what the last column says, and the "
             "p-value of no difference. Paired by prompt, and by seed where there are several."
         )
-        heads = ["N", "less", "difference", "p", "over"]
-        return html_page.table(heads, rows, kind="sorts") + html_page.soft(about) if rows else ""
+        table = Table(["N", "less", "difference", "p", "over"], rows, "sorts")
+        yield Section("Differences", "table.html", table, about)
 
     def _named(self, label: str) -> Cell:
-        name = html_page.text(label)
-        return Cell(html_page.swatch(self.looks[label]) + name.content, label)
+        """Cell with a model's name, and its style in the figures."""
+        return Cell(label, sort=label, style=self.looks[label])
 
-    def numbers(self) -> str:
-        """Table of all entries, sortable by a click on a heading."""
-        heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
+    def numbers(self) -> Iterator[Section]:
+        """Table of all entries."""
         rows = [self._row(entry) for entry in self.found.entries]
+        if not rows:
+            return
+        over = "bootstrap over prompts"
+        if any(model.by_seed for model in self.found.models):
+            over += "; over prompts and seeds where there are several"
         about = (
-            f"Means over prompts with 95% intervals ({self.over}), with the prompts and samples behind them if these "
+            f"Means over prompts with 95% intervals ({over}), with the prompts and samples behind them if these "
             "are not all. Win rates and changes are relative to the reference on the prompts that both have. "
             "p: p-value of no change (permutation test)."
         )
-        return html_page.table(heads, rows, filters=heads[:3], kind="sorts") + html_page.soft(about) if rows else ""
+        heads = ["model", "quantity", "procedure", "value", "95% interval", "win rate", "change", "p"]
+        yield Section("All results", "table.html", Table(heads, rows, "sorts", filters=heads[:3]), about)
 
     def _row(self, entry: Entry) -> list[Cell]:
         e = entry.estimate
-        p = entry.p_value
+        value = "" if math.isnan(e.value) else f"{e.value:.4f}"
+        interval = "" if math.isnan(e.low) else f"[{e.low:.4f}, {e.high:.4f}]"
         return [
             self._named(entry.model),
-            html_page.text(entry.quantity),
-            html_page.text(entry.procedure),
-            html_page.number(e.value, _number(e.value), ", ".join(e.coverage.lines)),
-            html_page.number(e.low, "" if math.isnan(e.low) else f"[{e.low:.4f}, {e.high:.4f}]"),
+            Cell(entry.quantity),
+            Cell(entry.procedure),
+            page.number(e.value, value, ", ".join(e.coverage.lines)),
+            page.number(e.low, interval),
             _estimate(entry.win_rate, e, "{:.1f}", 100, "%"),
             _estimate(entry.change, e, "{:+.4f}"),
-            html_page.number(p, "" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"),
+            page.number(entry.p_value, format_p_value(entry.p_value)),
         ]
 
     # --- samples and settings ---
 
-    def samples(self) -> str:
+    def samples(self) -> Iterator[Section]:
         """Saved completions of references and models side by side, with lengths and rewards."""
-        shown = {label: s for label, s in self.found.sampled.items() if s.prompts and s.completions}
-        each = 4 if len(shown) < 4 else 2 if len(shown) < 9 else 1
-        content = ""
-        prompts = list(dict.fromkeys(prompt for s in shown.values() for prompt in s.prompts[: len(s.completions)]))
-        for i, prompt in enumerate(prompts[:PROMPTS]):
-            columns = "".join(
-                self._column(label, s, s.prompts.index(prompt), each)
-                for label, s in shown.items()
-                if prompt in s.prompts[: len(s.completions)]
-            )
-            content += html_page.details(prompt, f'<div class="pair">{columns}</div>', opened=i == 0)
-        return content
+        shown = {label: one for label, one in self.found.sampled.items() if one.prompts and one.completions}
+        each = 4 if len(shown) < 4 else 2 if len(shown) < 9 else 1  # completions of a model for a prompt
+        by_prompt: dict[str, list[ModelSamples]] = {}
+        for label, sampled in shown.items():
+            for prompt, text in enumerate(sampled.prompts[: len(sampled.completions)]):
+                columns = by_prompt.setdefault(text, [])
+                if sampled.prompts.index(text) == prompt:
+                    columns.append(self._column(label, sampled, prompt, each))
+        content = [PromptSamples(text, columns) for text, columns in by_prompt.items()][:PROMPTS]
+        if content:
+            yield Section("Samples", "samples.html", content)
 
-    def _column(self, label: str, sampled: EvaluationSamples, prompt: int, each: int) -> str:
-        when = {REFERENCE: "before training"}.get(label, "after training")
-        name = html_page.soft(when) if self.one else f"<p>{self._named(label).content}</p>"
-        return f"<div>{name}{''.join(_sample(sampled, prompt, j) for j in range(each))}</div>"
+    def _column(self, label: str, sampled: EvaluationSamples, prompt: int, each: int) -> ModelSamples:
+        samples = []
+        for j, completion in enumerate(sampled.completions[prompt][:each]):
+            scores = [f"{sampled.lengths[prompt, j]} tokens"]
+            for name, values in sampled.rewards.items():
+                value = values[prompt, j].item()
+                scores.append(f"{name} {'-' if math.isnan(value) else f'{value:.3f}'}")
+            samples.append(Sample(completion, " · ".join(scores)))
+        if self.one is None:
+            return ModelSamples(label, self.looks[label], samples)
+        return ModelSamples("before training" if label == REFERENCE else "after training", None, samples)
 
-    def settings(self) -> str:
+    def settings(self) -> Section:
         """All configurations with their library versions, and the versions that created this page."""
-        content = ""
+        content = {}
         for label, settings in self.found.settings.items():
-            versions = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
             if settings.config:
-                text = json.dumps(settings.config, indent=2, ensure_ascii=False, default=str)
-                content += html_page.details(f"{label}{f' ({versions})' * bool(versions)}", html_page.code(text))
-        versions_here = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
-        versions_here["Python"] = platform.python_version()
-        return content + html_page.soft(
-            "This page was created with " + ", ".join(f"{name} {version}" for name, version in versions_here.items())
-        )
+                heading = f"{label} ({_versions(settings.versions)})" if settings.versions else label
+                content[heading] = json.dumps(settings.config, indent=2, ensure_ascii=False, default=str)
+        here = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
+        here["Python"] = platform.python_version()
+        return Section("Settings", "settings.html", content, f"This page was created with {_versions(here)}")
 
 
-WALKS = "All saved answers to two mazes, those nearest to solved in a third of the samples before training."
-SMOOTHED = "Dark lines: moving average over 5% of the steps."
-INTERVALS = "95% intervals over prompts, and over seeds where there are several."
+def _versions(found: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def _result(label: str, found: ReportData) -> str:
+def _result(model: Model, found: ReportData) -> Iterator[Section]:
     """Table of one run: each reward before and after training, of one sample and under best-of-N for evaluation.ns."""
-    model = found.models[0]
     config = found.settings[model.settings].config
-    sampled = {"before": found.references.get(model.reference), "after": model.sampled}
-    known = {when: s for when, s in sampled.items() if s is not None}
+    known: dict[str, EvaluationSamples] = {}
+    if model.reference in found.references:
+        known["before"] = found.references[model.reference]
+    if model.sampled is not None:
+        known["after"] = model.sampled
     if not known:
-        return ""
-    some = next(iter(known.values()))
-    most = min(s.lengths.shape[1] for s in known.values())
+        return
+    most = min(sampled.lengths.shape[1] for sampled in known.values())
     ns = sorted({1, *(n for n in _ns(config) if n <= most)})
     binary = binary_rewards(known)
     recorded = evaluation_summary.recorded_for(config)
+    some = next(iter(known.values()))
+    compared = changes(known["before"], known["after"], ns) if len(known) == 2 else []
+    numbers = [[change.before, change.after] for change in compared] or [[row] for row in summarize(some, ns)]
     rows = []
-    both = changes(known["before"], known["after"], ns) if len(known) == 2 else []
-    for i, columns in enumerate([(x.before, x.after) for x in both] or [(x,) for x in summarize(some, ns)]):
-        name = columns[0].reward
-        row = [Cell(html_page.stacked(name, some.objectives.get(name, "")))]
-        row.append(html_page.text(columns[0].heading(binary=name in binary)))
-        for x in columns:
-            shown, *under = format_interval(x, gap="|").split("|")
-            row.append(html_page.number(x.value, shown, " ".join(under)))
-        row += [html_page.number(x.value, format_change(x)) for x in both[i : i + 1]]
-        if recorded is not None:
-            value, low, high = recorded.values.get(columns[0].n, (math.nan,) * 3)
-            shown = "-" if math.isnan(value) else f"{value:.4f}"
-            row.append(html_page.number(value, shown, "" if math.isnan(value) else f"[{low:.4f}, {high:.4f}]"))
+    for i, of_row in enumerate(numbers):
+        first = of_row[0]
+        row = [
+            Cell(first.reward, some.objectives.get(first.reward, "")),
+            Cell(first.heading(binary=first.reward in binary)),
+        ]
+        for x in of_row:
+            shown = number_lines(x.value, x.low, x.high)[0]
+            row.append(page.number(x.value, shown, format_interval(x).removeprefix(shown).strip()))
+        if compared:
+            row.append(page.number(compared[i].value, format_change(compared[i])))
+        if recorded is not None and first.n in recorded.values:
+            value, low, high = recorded.values[first.n]
+            row.append(page.number(value, f"{value:.4f}", f"[{low:.4f}, {high:.4f}]"))
+        elif recorded is not None:
+            row.append(page.number(math.nan, "-"))
         rows.append(row)
-    heads = ["reward", "procedure", *known, *["change"] * bool(both)]
+    heads = ["reward", "procedure", *known]
     about = "In brackets: 95% intervals over prompts, and over seeds if there are several."
+    if compared:
+        heads.append("change")
     if recorded is not None:
         heads.append(recorded.label)
         about += f" {recorded.label}: {recorded.about}."
-    return html_page.table(heads, rows, kind="wraps") + html_page.soft(about)
+    yield Section("Result", "table.html", Table(heads, rows, "wraps"), about)
 
 
 def _ns(config: Mapping[str, Any]) -> list[int]:
     """Values of evaluation.ns of a configuration that was read from a file."""
     given = evaluation_summary.value_of(config, "evaluation.ns")
-    return [n for n in given if isinstance(n, int) and n > 0] if isinstance(given, list | tuple) else [1, 4]
-
-
-def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4f}"
+    if not isinstance(given, list | tuple):
+        return [1, 4]
+    return [n for n in given if isinstance(n, int) and n > 0]
 
 
 def _estimate(estimate: Estimate | None, beside: Estimate, form: str, scale: float = 1, unit: str = "") -> Cell:
     """Cell with a number, its interval, and what it is over unless ``beside`` says so; empty if there is none."""
     if estimate is None or math.isnan(estimate.value):
-        return html_page.number(math.nan, "")
-    value, low, high = (form.format(scale * x) for x in (estimate.value, estimate.low, estimate.high))
-    under = [] if math.isnan(estimate.low) else [f"[{low}, {high}]"]
+        return page.number(math.nan, "")
+    under = []
+    if not math.isnan(estimate.low):
+        under.append(f"[{form.format(scale * estimate.low)}, {form.format(scale * estimate.high)}]")
     if estimate.coverage != beside.coverage:
         under.append(", ".join(estimate.coverage.lines))
-    return html_page.number(estimate.value, value + unit, " ".join(under))
-
-
-def _sample(sampled: EvaluationSamples, prompt: int, j: int) -> str:
-    if j >= len(sampled.completions[prompt]):
-        return ""
-    scores = [f"{sampled.lengths[prompt, j]} tokens"]
-    for name, values in sampled.rewards.items():
-        value = values[prompt, j].item()
-        scores.append(f"{name} {'-' if math.isnan(value) else f'{value:.3f}'}")
-    return html_page.sample(sampled.completions[prompt][j], " · ".join(scores))
+    return page.number(estimate.value, form.format(scale * estimate.value) + unit, " ".join(under))

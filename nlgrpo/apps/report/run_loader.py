@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from nlgrpo.apps.evaluate import results
 from nlgrpo.apps.evaluate.named_models import split_label
 from nlgrpo.apps.evaluate.results import Entry, compared
-from nlgrpo.apps.report import figures, seeds
+from nlgrpo.apps.report import configurations
 from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.engine.rollouts.evaluation_samples import (
     EVALUATION_FILE,
@@ -36,11 +35,13 @@ from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
 from nlgrpo.training.evaluation_summary import WEIGHTED_SUM, Estimate, weighted_best_of_n
 from nlgrpo.training.tracking import run_files
 
-CONFIGS = ("config.json", "config.toml")
 NS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REFERENCE = "reference"
+# reading a file that is damaged, of another version, or being removed
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 TRAINING_KL = "kl/training"
-LOGGED = re.compile(
+OF_A_RUN = (*configurations.FILES, run_files.METRICS_FILE, EVALUATION_FILE)
+LOGGED = re.compile(  # what the figures show
     r"step|reward|rewards/.+/mean|objective/.+|kl|beta|completions/mean_length|loss|rewards/(margins|accuracies)|logps/.+"
 )
 
@@ -121,7 +122,7 @@ def read_runs(folders: Sequence[Path | str], *, join_seeds: bool = True) -> Repo
         if kind == "evaluation":
             _read_evaluation(found, folder, label, taken)
         else:
-            _read_run(found, folder, label, given, name=several)
+            _read_run(found, folder, label, given, named=several)
     if join_seeds:
         _join_seeds(found, taken)
     _add_weighted_sums(found)
@@ -132,46 +133,70 @@ def kind_of(folder: Path) -> str:
     """Return "run", "evaluation" or "sweep". Raises UserError for a folder of another kind."""
     if (folder / sweep_state.SWEEP_FILE).is_file():
         return "sweep"
-    files = (*CONFIGS, run_files.METRICS_FILE, EVALUATION_FILE)
-    if not any((folder / name).is_file() for name in files[:-1]) and _is_evaluation(folder):
+    if not _has(folder, *configurations.FILES, run_files.METRICS_FILE) and _is_evaluation(folder):
         return "evaluation"
-    if not any((folder / name).is_file() for name in files):
-        what = "has none of " + ", ".join(files) if folder.is_dir() else "is not a folder"
+    if not _is_run(folder):
+        what = f"has none of {', '.join(OF_A_RUN)}" if folder.is_dir() else "is not a folder"
         raise UserError(
             f"{folder} {what}; give a folder written by `nlgrpo train`, such as runs/default, "
             "or by `nlgrpo evaluate` or `nlgrpo sweep`"
         )
-    if not any((folder / name).is_file() for name in files[1:]) and "model_type" in read_config(folder, []):
+    only_json = not _has(folder, *OF_A_RUN[1:])
+    if only_json and "model_type" in configurations.read(folder, []):
         raise UserError(f"{folder} is a model directory; give the folder of a run, such as runs/default")
     return "run"
+
+
+def _has(folder: Path, *names: str) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
+def _is_run(folder: Path) -> bool:
+    return _has(folder, *OF_A_RUN)
 
 
 def _is_evaluation(folder: Path) -> bool:
     """Whether the folder has results, or samples of models that begin with the reference."""
     if (folder / results.RESULTS_FILE).is_file():
         return True
-    start = f'{{"{REFERENCE}"'
-    return (folder / EVALUATION_FILE).is_file() and (folder / EVALUATION_FILE).read_bytes()[
-        : len(start)
-    ] == start.encode()
+    path = folder / EVALUATION_FILE
+    return path.is_file() and path.read_bytes().startswith(f'{{"{REFERENCE}"'.encode())
 
 
 def unique_label(folder: Path, taken: set[str]) -> str:
     """Return a label not in ``taken``, and add it: the folder's name, with parent folders as needed."""
     parts = [part.encode(errors="replace").decode() for part in folder.resolve().parts]  # a name may not be valid UTF-8
     labels = ["/".join(parts[-k:]).lstrip("/") or "/" for k in range(1, len(parts) + 1)]
-    labels += [f"{labels[0]} ({k})" for k in range(2, len(taken) + 3)]
-    label = next(label for label in labels if label not in taken)
-    taken.add(label)
-    return label
+    label = next((label for label in labels if label not in taken), labels[0])
+    return _unique(label, taken)
+
+
+def _unique(label: str, taken: set[str]) -> str:
+    """Return the label, with a number if it is taken, and add it to ``taken``."""
+    number = 2
+    found = label
+    while found in taken:
+        found = f"{label} ({number})"
+        number += 1
+    taken.add(found)
+    return found
+
+
+def objective_label(sampled: EvaluationSamples) -> str:
+    """Legend label of a run: its objective, such as ``"bon:4"`` or ``"mean (GRPO)"``, or that of each reward."""
+    objectives = sampled.objectives
+    if len(set(objectives.values())) > 1:
+        return ", ".join(f"{name} {objective}" for name, objective in objectives.items())
+    objective = next(iter(objectives.values()))
+    return "mean (GRPO)" if objective == "mean" else objective
 
 
 def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
     """Whether both have the same lengths and rewards, and so are the same samples."""
-    return (
-        torch.equal(a.lengths, b.lengths)
-        and a.rewards.keys() == b.rewards.keys()
-        and all(torch.allclose(x, b.rewards[name], rtol=0, atol=0, equal_nan=True) for name, x in a.rewards.items())
+    if not torch.equal(a.lengths, b.lengths) or a.rewards.keys() != b.rewards.keys():
+        return False
+    return all(
+        torch.allclose(values, b.rewards[name], rtol=0, atol=0, equal_nan=True) for name, values in a.rewards.items()
     )
 
 
@@ -183,16 +208,23 @@ def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 # --- runs and sweeps --------------------------------------------------------------------------------------------------
 
 
-def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, name: bool, state: str = "") -> None:
-    """Add the run in ``folder``; with ``name``, its notes begin with its label."""
+def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, named: bool, state: str = "") -> None:
+    """Add the run in ``folder``; with ``named``, its notes begin with its label."""
     notes: list[str] = []
     logged = _read_curves(folder / run_files.METRICS_FILE)
-    found.settings[label] = Settings(read_config(folder, notes), versions(folder))
+    found.settings[label] = Settings(configurations.read(folder, notes), versions(folder))
     if not logged:
         notes.append(f"{run_files.METRICS_FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
-    model = Model(label, folder.resolve().name, label, state or _state(folder, sampled), logged, sampled.get("after"))
-    model.given = given
+    model = Model(
+        label,
+        name=folder.resolve().name,
+        settings=label,
+        state=state or _state(folder, sampled),
+        logged=logged,
+        sampled=sampled.get("after"),
+        given=given,
+    )
     if len(sampled) == 2 and not comparable(list(sampled.values())):
         notes.append(
             f"{EVALUATION_FILE} has different prompts or rewards before and after training; they are not compared."
@@ -200,7 +232,7 @@ def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, n
         sampled.pop("before")
     _evaluate_run(found, model, sampled)
     found.models.append(model)
-    found.notes += [f"{label}: {note}" if name else note for note in notes]
+    found.notes += [f"{label}: {note}" if named else note for note in notes]
 
 
 def _read_curves(path: Path) -> list[dict[str, Any]]:
@@ -214,35 +246,15 @@ def _read_curves(path: Path) -> list[dict[str, Any]]:
     return kept
 
 
-def read_config(run: Path, notes: list[str]) -> dict[str, Any]:
-    """Load the configuration of a run. If it is missing or damaged, return an empty one and add a note."""
-    for name, load in zip(CONFIGS, (json.loads, tomllib.loads), strict=True):
-        if (run / name).is_file():
-            try:
-                config = load((run / name).read_text("utf-8"))
-                if isinstance(config, dict):
-                    return config
-                notes.append(f"{name} cannot be read (its content is not a table).")
-            except ValueError as error:
-                notes.append(f"{name} cannot be read ({error}).")
-            return {}
-    notes.append(f"{' or '.join(CONFIGS)} is missing; the settings are left out.")
-    return {}
-
-
 def versions(run: Path) -> dict[str, str]:
     """Library versions of the newest checkpoint."""
     known = sorted(run.glob("checkpoints/*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    if not known:
+        return {}
     try:
-        found = json.loads(known[-1].read_text("utf-8"))["versions"] if known else {}
+        found = json.loads(known[-1].read_text("utf-8"))["versions"]
         return {str(name): str(version) for name, version in found.items()}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # a damaged checkpoint, or one that is being removed
+    except DAMAGED:
         return {}
 
 
@@ -257,13 +269,9 @@ def _read_samples(run: Path, notes: list[str]) -> dict[str, EvaluationSamples]:
 
 
 def _state(run: Path, sampled: Mapping[str, EvaluationSamples]) -> str:
-    return (
-        "finished"
-        if "after" in sampled
-        else "not finished"
-        if (run / run_files.METRICS_FILE).is_file()
-        else "not started"
-    )
+    if "after" in sampled:
+        return "finished"
+    return "not finished" if (run / run_files.METRICS_FILE).is_file() else "not started"
 
 
 def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, EvaluationSamples]) -> None:
@@ -291,25 +299,33 @@ def _procedures(sampled: Mapping[str, EvaluationSamples]) -> list[str]:
     trained = [
         text for s in sampled.values() for text in s.objectives.values() if not (is_pairwise(text) or is_voted(text))
     ]
-    names = ["mean", *(f"bon:{best_of}" for best_of in NS if 1 < best_of <= n)]
+    ns = [best_of for best_of in NS if 1 < best_of <= n]
+    names = ["mean", *(f"bon:{best_of}" for best_of in ns)]
     if any(text.startswith("wor:") for text in trained):
-        names += [f"wor:{worst_of}" for worst_of in NS if 1 < worst_of <= n]
-    return list(dict.fromkeys(names + [text for text in trained if _can_be_shown(text, n)]))
+        names += [f"wor:{worst_of}" for worst_of in ns]
+    names += [text for text in trained if _can_be_shown(text, n)]
+    return list(dict.fromkeys(names))
 
 
 def _can_be_shown(text: str, n: int) -> bool:
+    """Whether an objective has a value of ``n`` samples; one of N is shown in its plain form only."""
     try:
         objective = parse(text)  # without user functions: a report never runs a run's code
     except ValueError:
         return False
-    return not (isinstance(objective, OfN) and (objective.n > n or text.count(":") > 1))
+    if isinstance(objective, OfN):
+        return objective.n <= n and text.count(":") < 2
+    return True
 
 
 def _training_kl(logged: Sequence[Mapping[str, Any]]) -> float:
     """KL per completion in nats: KL per token times length, over the last 10% of the steps; NaN if not logged."""
-    last = logged[-max(1, len(logged) // 10) :]
-    pairs = [(entry.get("kl"), entry.get("completions/mean_length")) for entry in last]
-    known = [a * b for a, b in pairs if isinstance(a, int | float) and isinstance(b, int | float)]
+    known = []
+    for entry in logged[-max(1, len(logged) // 10) :]:
+        per_token = entry.get("kl")
+        length = entry.get("completions/mean_length")
+        if isinstance(per_token, int | float) and isinstance(length, int | float):
+            known.append(per_token * length)
     return sum(known) / len(known) if known else math.nan
 
 
@@ -321,8 +337,8 @@ def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) ->
         return
     for point in points:
         label = _unique(f"{given}/{point.name}", taken) if given else unique_label(point.folder, taken)
-        if any((point.folder / name).is_file() for name in (*CONFIGS, run_files.METRICS_FILE, EVALUATION_FILE)):
-            _read_run(found, point.folder, label, given, name=True, state=point.state)
+        if _is_run(point.folder):
+            _read_run(found, point.folder, label, given, named=True, state=point.state)
         else:
             found.settings[label] = Settings()
             found.models.append(Model(label, point.name, label, point.state))
@@ -335,20 +351,20 @@ def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) ->
 
 def _join_seeds(found: ReportData, taken: set[str]) -> None:
     """Replace the finished runs that differ in the seed only by one model, with intervals over seeds and prompts."""
-    configs = [found.settings[model.settings].config for model in found.models]
-    keys = [
-        (f"{model.given} {seeds.without_seed(config)}", seeds.seed_of(config) if _can_be_joined(found, model) else None)
-        for model, config in zip(found.models, configs, strict=True)
-    ]
+    keys = []
+    for model in found.models:
+        config = found.settings[model.settings].config
+        seed = configurations.seed_of(config) if _can_be_joined(found, model) else None
+        keys.append((f"{model.given} {configurations.without_seed(config)}", seed))
     joined: list[Model] = []
     replaced: set[str] = set()  # references of single runs
-    for group in seeds.grouped(keys):
-        models = [found.models[number] for number in group]
-        if len(group) > 1 and _same_prompts([s for model in models for s in _before_and_after(found, model)]):
-            replaced |= {model.reference for model in models}
-            joined.append(_of_seeds(found, {keys[number][1]: found.models[number] for number in group}, taken))
+    for group in configurations.grouped(keys):
+        by_seed = {keys[number][1]: found.models[number] for number in group}
+        if len(group) > 1 and _same_prompts([s for run in by_seed.values() for s in _before_and_after(found, run)]):
+            replaced |= {model.reference for model in by_seed.values()}
+            joined.append(_of_seeds(found, by_seed, taken))
         else:
-            joined += models
+            joined += [found.models[number] for number in group]
     found.models = joined
     unused = replaced - {model.reference for model in joined}
     found.references = {label: sampled for label, sampled in found.references.items() if label not in unused}
@@ -357,13 +373,16 @@ def _join_seeds(found: ReportData, taken: set[str]) -> None:
 
 def _can_be_joined(found: ReportData, model: Model) -> bool:
     """Whether a run has what a mean over seeds needs: its configuration, and both evaluations."""
-    known = bool(found.settings[model.settings].config) and model.settings == model.label
-    return known and model.sampled is not None and model.reference in found.references
+    own = model.settings == model.label and bool(found.settings[model.settings].config)
+    return own and model.sampled is not None and model.reference in found.references
 
 
 def _same_prompts(sampled: Sequence[EvaluationSamples]) -> bool:
     """Whether all have the same prompts, number of samples and rewards."""
-    return len({(tuple(s.lengths.shape), tuple(s.prompts), *sorted(s.rewards)) for s in sampled}) == 1
+    first = sampled[0]
+    return comparable(sampled) and all(
+        s.lengths.shape == first.lengths.shape and s.prompts == first.prompts for s in sampled
+    )
 
 
 def _before_and_after(found: ReportData, model: Model) -> list[EvaluationSamples]:
@@ -381,7 +400,7 @@ def _of_seeds(found: ReportData, by_seed: Mapping[Any, Model], taken: set[str]) 
     after = pooled([pair[1] for pair in pairs])
     label = _unique(f"{_name_without_seed(first)}, {len(models)} seeds", taken)
     config = found.settings[first.label].config
-    train = dict(seeds.section(config, "train")) | {"seed": list(ordered)}
+    train = {**configurations.section(config, "train"), "seed": list(ordered)}
     found.settings[label] = Settings({**config, "train": train}, found.settings[first.label].versions)
     for model in models:
         del found.settings[model.label]
@@ -401,26 +420,19 @@ def _name_without_seed(model: Model) -> str:
     if 0 < len(kept) < len(parts):
         return ",".join(kept)
     assert model.sampled is not None
-    return figures.objective_label(model.sampled)
-
-
-def _unique(label: str, taken: set[str]) -> str:
-    """Return the label, with a number if it is taken, and add it to ``taken``."""
-    number = 2
-    found = label
-    while found in taken:
-        found = f"{label} ({number})"
-        number += 1
-    taken.add(found)
-    return found
+    return objective_label(model.sampled)
 
 
 def _mean_over_seeds(models: Sequence[Model]) -> list[dict[str, Any]]:
     """Means of the logged metrics over runs, for the steps and metrics that all of them have."""
     rows = []
     for of_step in zip(*(model.logged for model in models), strict=False):
-        numbers = [key for key in of_step[0] if all(_is_number(row.get(key)) for row in of_step)]
-        rows.append({key: sum(row[key] for row in of_step) / len(of_step) for key in numbers})
+        means = {}
+        for key in of_step[0]:
+            values = [row.get(key) for row in of_step]
+            if all(_is_number(value) for value in values):
+                means[key] = sum(values) / len(values)
+        rows.append(means)
     return rows
 
 
@@ -471,25 +483,28 @@ def _read_results(folder: Path, notes: list[str]) -> tuple[list[Entry], Settings
         versions = {name: str(content[name]) for name in ("nlgrpo", "torch") if name in content}
         config = content.get("config")
         return rows, Settings(config if isinstance(config, dict) else {}, versions)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         notes.append(f"{path.name} cannot be read ({error!r}); results are computed from the samples.")
         return [], Settings()
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:
     """Build an entry from a row of results.json; null means NaN or not measured."""
-    estimates = {name: _estimate(row[name]) for name in ("estimate", "win_rate", "change")}
-    p = math.nan if row["p_value"] is None else float(row["p_value"])
-    estimate = estimates["estimate"] or Estimate(math.nan, math.nan, math.nan)
-    model, quantity, procedure = (str(row[name]) for name in ("model", "quantity", "procedure"))
-    return Entry(model, quantity, procedure, estimate, estimates["win_rate"], estimates["change"], p)
+    return Entry(
+        model=str(row["model"]),
+        quantity=str(row["quantity"]),
+        procedure=str(row["procedure"]),
+        estimate=_estimate(row["estimate"]) or Estimate(math.nan, math.nan, math.nan),
+        win_rate=_estimate(row["win_rate"]),
+        change=_estimate(row["change"]),
+        p_value=math.nan if row["p_value"] is None else float(row["p_value"]),
+    )
 
 
 def _estimate(data: Mapping[str, Any] | None) -> Estimate | None:
     if data is None:
         return None
-    numbers = [math.nan if data[name] is None else float(data[name] or 0) for name in ("value", "low", "high")]
-    value, low, high = numbers
+    value, low, high = (math.nan if data[name] is None else float(data[name]) for name in ("value", "low", "high"))
     return Estimate(value, low, high, Coverage(**data.get("coverage") or {}))
 
 
@@ -514,36 +529,24 @@ def _add_weighted_sums(found: ReportData) -> None:
         return
     ns = [n for n in NS if n <= min(s.lengths.shape[1] for s in every)]
     values = {label: weighted_best_of_n(sampled, ns) for label, sampled in found.sampled.items()}
-    names = ["mean" if n == 1 else f"bon:{n}" for n in ns]
     for label, sampled in found.references.items():
-        found.reference_entries += _weighted_sums(label, sampled, names, values[label])
+        found.reference_entries += _weighted_sums(label, sampled, ns, values[label])
     for model in found.models:
         if model.sampled is None:
             continue
         sums = values[model.label]
-        rows = _weighted_sums(model.label, model.sampled, names, sums)
+        rows = _weighted_sums(model.label, model.sampled, ns, sums)
         reference = found.references.get(model.reference)
-        if reference is not None and reference.lengths.shape[0] == len(sums[0]):
+        if reference is not None and reference.lengths.shape[0] == model.sampled.lengths.shape[0]:
             base = values[model.reference].masked_fill(~model.sampled.same_rewards(reference), math.nan)
-            scored = model.sampled.scored()
-            pairs = zip(rows, sums, base, strict=True)
-            rows = [compared(row, x, y, scored, seeds=model.sampled.seeds) for row, x, y in pairs]
+            for i, row in enumerate(rows):
+                rows[i] = compared(row, sums[i], base[i], model.sampled.scored(), seeds=model.sampled.seeds)
         model.entries += rows
 
 
-def _weighted_sums(label: str, sampled: EvaluationSamples, names: Sequence[str], values: Tensor) -> list[Entry]:
-    behind = sampled.scored(), sampled.prompts_of_rewards()
-    rows = zip(names, values, strict=True)
-    return [Entry(label, WEIGHTED_SUM, name, Estimate.of(row, *behind, seeds=sampled.seeds)) for name, row in rows]
-
-
-TARGET = re.compile(r"\blength\([^)]*?\btarget\s*=\s*([0-9.]+)")
-
-
-def length_targets(config: Any) -> list[float]:
-    """Targets of all ``length(target=..)`` rewards in a configuration, sorted."""
-    if isinstance(config, Mapping):
-        config = list(config.values())
-    if isinstance(config, list):
-        return sorted({target for item in config for target in length_targets(item)})
-    return [float(t) for t in TARGET.findall(config)] if isinstance(config, str) else []
+def _weighted_sums(label: str, sampled: EvaluationSamples, ns: Sequence[int], values: Tensor) -> list[Entry]:
+    rows = []
+    for n, of_n in zip(ns, values, strict=True):
+        estimate = Estimate.of(of_n, sampled.scored(), sampled.prompts_of_rewards(), seeds=sampled.seeds)
+        rows.append(Entry(label, WEIGHTED_SUM, "mean" if n == 1 else f"bon:{n}", estimate))
+    return rows

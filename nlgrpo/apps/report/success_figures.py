@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlgrpo.apps.report.figures import GREY, figure_of, shortened, values_over_n
+from nlgrpo.apps.report.figures import COLOURS, GREY, figure_of, shortened, values_over_n
 from nlgrpo.data import mazes
 from nlgrpo.data.mazes import Maze
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, left_out
@@ -20,8 +20,8 @@ from nlgrpo.training.evaluation_summary import binary_rewards
 # Shares of a prompt's samples that are right, from none to all, and the colour of each group of prompts.
 GROUPS = ("never", "up to 1/4", "up to 1/2", "up to 3/4", "more", "always")
 SHADES = (GREY, "#cfe1f2", "#93c3df", "#4b97c9", "#1764ab", "#08306b")
-RIGHT = "#0072B2"
-WRONG = "#D55E00"
+RIGHT: dict[str, Any] = {"color": COLOURS[0], "linestyle": "-"}
+WRONG: dict[str, Any] = {"color": COLOURS[1], "linestyle": (0, (2, 1.2))}
 # most models and mazes whose walks are drawn
 MODELS = 4
 MAZES = 2
@@ -39,8 +39,9 @@ def shares_of_prompts(rewards: Tensor) -> list[float]:
     known = ~rewards.isnan()
     there = known.any(1)
     right = rewards.nan_to_num(0.0).sum(1)[there] / known.sum(1)[there]
-    edges = (0.0, 0.25, 0.5, 0.75)
-    group = sum((right > edge).int() for edge in edges) + (right == 1.0).int()
+    group = (right == 1.0).int()
+    for edge in (0.0, 0.25, 0.5, 0.75):
+        group += (right > edge).int()
     return [float((group == number).double().mean()) for number in range(len(GROUPS))]
 
 
@@ -51,7 +52,8 @@ def successes(sampled: Mapping[str, EvaluationSamples], *, narrow: bool = False)
     figure = figure_of((4.2 if narrow else 7.2, (1.2 + 0.42 * rows) * len(names) + 0.5))
     panels = list(figure.subplots(len(names), 1, squeeze=False).flat)
     for axes, name in zip(panels, names, strict=True):
-        _stacked(axes, {label: shares_of_prompts(s.rewards[name]) for label, s in sampled.items() if name in s.rewards})
+        having = {label: one.rewards[name] for label, one in sampled.items() if name in one.rewards}
+        _stacked(axes, having)
         axes.set_title(f"{shortened(name, 40)}: prompts by the share of their samples that are right")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3 if narrow else len(GROUPS))
@@ -65,27 +67,27 @@ def comparison(
     (name,) = next(iter(models.values())).rewards
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
-    _stacked(left, {label: shares_of_prompts(sampled.rewards[name]) for label, sampled in models.items()})
+    _stacked(left, {label: sampled.rewards[name] for label, sampled in models.items()})
     left.set_title("Prompts by the share of their samples that are right")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=len(GROUPS))
     values_over_n(right, values, ns)
     right.set_ylim(0, 1)
     right.set_ylabel("pass@N")
-    right.set_title(
-        "Prompts with a right answer among N" + left_out(row.coverage for rows in values.values() for row in rows)
-    )
+    missing = left_out(row.coverage for rows in values.values() for row in rows)
+    right.set_title(f"Prompts with a right answer among N{missing}")
     return figure
 
 
-def _stacked(axes: Axes, shares: Mapping[str, Sequence[float]]) -> None:
+def _stacked(axes: Axes, rewards: Mapping[str, Tensor]) -> None:
     """One horizontal bar per model, from the prompts that it never solves to those that it always solves."""
-    left = np.zeros(len(shares))
-    for number, (group, shade) in enumerate(zip(GROUPS, SHADES, strict=True)):
-        width = np.array([100 * of_model[number] for of_model in shares.values()])
-        axes.barh(range(len(shares)), width, left=left, color=shade, label=group, height=0.72)
-        left += width
-    axes.set_yticks(range(len(shares)), [shortened(label, 20) for label in shares])
+    percent = np.array([shares_of_prompts(of_model) for of_model in rewards.values()]) * 100
+    rows = range(len(rewards))
+    left = np.zeros(len(rewards))
+    for i, (group, shade) in enumerate(zip(GROUPS, SHADES, strict=True)):
+        axes.barh(rows, percent[:, i], left=left, color=shade, label=group, height=0.72)
+        left += percent[:, i]
+    axes.set_yticks(rows, [shortened(label, 20) for label in rewards])
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("prompts (%)")
@@ -118,41 +120,44 @@ def walks(sampled: Mapping[str, EvaluationSamples], prompts: Sequence[int], *, n
     """Draw the walks of all saved answers to some mazes, one row per maze and one column per model."""
     first = next(iter(sampled.values()))
     shown = [(label, one) for label, one in sampled.items() if one.prompts == first.prompts][:MODELS]
-    lines, columns = (len(shown), len(prompts)) if narrow else (len(prompts), len(shown))
-    figure = figure_of((4.2 if narrow else 2.5 * columns, (2.5 if narrow else 2.9) * lines + 0.4))
-    panels = figure.subplots(lines, columns, squeeze=False)
+    if narrow:
+        figure = figure_of((4.2, 2.5 * len(shown) + 0.4))
+        panels = figure.subplots(len(shown), len(prompts), squeeze=False).T
+    else:
+        figure = figure_of((2.5 * len(shown), 2.9 * len(prompts) + 0.4))
+        panels = figure.subplots(len(prompts), len(shown), squeeze=False)
     for i, number in enumerate(prompts):
         for j, (label, one) in enumerate(shown):
-            axes = panels[j, i] if narrow else panels[i, j]
-            _walks_of_one(axes, mazes.parse(one.prompts[number]), one.completions[number], label)
-    handles = [
-        panels[0, 0].plot([], [], color=colour, linestyle=line, label=name)[0]
-        for name, colour, line in (("reaches the goal", RIGHT, "-"), ("does not", WRONG, (0, (2, 1.2))))
-    ]
+            _walks_of_one(panels[i, j], mazes.parse(one.prompts[number]), one.completions[number], label)
+    handles = []
+    for name, style in (("reaches the goal", RIGHT), ("does not", WRONG)):
+        handles += panels[0, 0].plot([], [], **style, label=name)
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
 def _walks_of_one(axes: Axes, maze: Maze, answers: Sequence[str], label: str) -> None:
-    closed = np.array([[(i, j) not in maze.open for j in range(maze.width)] for i in range(maze.height)])
-    edges = np.arange(maze.width + 1) - 0.5, np.arange(maze.height + 1) - 0.5
-    axes.pcolormesh(
-        *edges, np.ma.masked_where(~closed, closed), cmap=ListedColormap([GREY]), alpha=0.6, rasterized=True
-    )
+    closed = np.ones((maze.height, maze.width), dtype=bool)
+    for square in maze.open:
+        closed[square] = False
+    rows = np.arange(maze.height + 1) - 0.5
+    columns = np.arange(maze.width + 1) - 0.5
+    walls = np.ma.masked_where(~closed, closed)
+    axes.pcolormesh(columns, rows, walls, cmap=ListedColormap([GREY]), alpha=0.6, rasterized=True)
     right = [maze.solved_by(answer) for answer in answers]
     for number, answer in enumerate(answers):
         shift = SPREAD * ((number + 0.5) / len(answers) - 0.5)
-        rows, columns = np.array(maze.follow(answer.split())).T
-        colour, line = (RIGHT, "-") if right[number] else (WRONG, (0, (2, 1.2)))
-        axes.plot(columns + shift, rows + shift, color=colour, linestyle=line, linewidth=1.1, alpha=0.8)
+        i, j = np.array(maze.follow(answer.split())).T
+        style = RIGHT if right[number] else WRONG
+        axes.plot(j + shift, i + shift, **style, linewidth=1.1, alpha=0.8)
         if not right[number]:
-            axes.plot(columns[-1] + shift, rows[-1] + shift, color=WRONG, marker="x", markersize=4)
-    for place, letter in ((maze.start, "S"), (maze.goal, "G")):
-        axes.text(place[1], place[0], letter, ha="center", va="center", fontweight="bold")
-    axes.set_xlim(edges[0][0], edges[0][-1])
-    axes.set_ylim(edges[1][-1], edges[1][0])
+            axes.plot(j[-1] + shift, i[-1] + shift, color=style["color"], marker="x", markersize=4)
+    for (i, j), letter in ((maze.start, "S"), (maze.goal, "G")):
+        axes.text(j, i, letter, ha="center", va="center", fontweight="bold")
+    axes.set_xlim(columns[0], columns[-1])
+    axes.set_ylim(rows[-1], rows[0])
     axes.set_aspect("equal")
     axes.set_axis_off()
     different = len(set(answers))
-    walks_of = f"{different} different walk{'s' * (different != 1)}"
+    walks_of = "1 different walk" if different == 1 else f"{different} different walks"
     axes.set_title(f"{shortened(label, 26)}\n{sum(right)} of {len(answers)} right, {walks_of}", fontsize=9)

@@ -46,7 +46,13 @@ class Coverage:
     def of(cls, per_prompt: Tensor, scored: Tensor, rewards: dict[str, int] | None = None) -> Coverage:
         """``per_prompt`` (P,): NaN for a prompt without a value. ``scored`` (P, n): samples with a reward."""
         there = ~per_prompt.isnan()
-        return cls(int(there.sum()), len(there), int(scored[there].sum()), scored.numel(), rewards or {})
+        return cls(
+            prompts=int(there.sum()),
+            of_prompts=len(there),
+            samples=int(scored[there].sum()),
+            of_samples=scored.numel(),
+            rewards=rewards or {},
+        )
 
     @staticmethod
     def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,10 +62,11 @@ class Coverage:
     @property
     def lines(self) -> list[str]:
         """``["19 of 20 prompts", "303 of 320 samples"]``; empty if these are all."""
-        if (self.prompts, self.samples) == (self.of_prompts, self.of_samples) and not self.rewards:
+        if self.prompts == self.of_prompts and self.samples == self.of_samples and not self.rewards:
             return []
-        counts = [f"{self.prompts} of {self.of_prompts} prompts", f"{self.samples} of {self.of_samples} samples"]
-        return counts + self.rewards_lines
+        prompts = f"{self.prompts} of {self.of_prompts} prompts"
+        samples = f"{self.samples} of {self.of_samples} samples"
+        return [prompts, samples, *self.rewards_lines]
 
     @property
     def rewards_lines(self) -> list[str]:
@@ -73,14 +80,18 @@ def left_out(shown: Iterable[Coverage]) -> str:
     If only samples are missing, their number; for sums of different rewards over all of them, the prompts of each.
     """
     known = [coverage for coverage in shown if coverage.of_prompts]
-    for what in ("prompts", "samples"):
-        counts = [(getattr(coverage, what), getattr(coverage, f"of_{what}")) for coverage in known]
+    prompts = [(coverage.prompts, coverage.of_prompts) for coverage in known]
+    samples = [(coverage.samples, coverage.of_samples) for coverage in known]
+    for what, counts in (("prompts", prompts), ("samples", samples)):
         if any(count < every for count, every in counts):
-            (least, _), (most, _) = min(counts), max(counts)
+            least = min(count for count, _ in counts)
+            most = max(count for count, _ in counts)
             span = f"{least} to {most}" if least < most else f"{least}"
             return f"\n{span} of {max(every for _, every in counts)} {what}"
-    rewards = [coverage.rewards_lines for coverage in known if coverage.rewards]
-    return f"\n{', '.join(rewards[0])}" if rewards else ""
+    for coverage in known:
+        if coverage.rewards:
+            return f"\n{', '.join(coverage.rewards_lines)}"
+    return ""
 
 
 @dataclass
@@ -118,7 +129,8 @@ class EvaluationSamples:
     seeds: int = 1
 
     def __post_init__(self) -> None:
-        if not self.rewards or any(set(d) != set(self.rewards) for d in (self.objectives, self.weights)):
+        names = set(self.rewards)
+        if not names or set(self.objectives) != names or set(self.weights) != names:
             raise UserError(
                 f"every reward needs an objective and a weight: rewards {sorted(self.rewards)}, "
                 f"objectives {sorted(self.objectives)}, weights {sorted(self.weights)}"
@@ -141,18 +153,24 @@ class EvaluationSamples:
     def scored(self) -> Tensor:
         """Samples (P, n) that all rewards score that have a weight and apply to the prompt."""
         applies = self.applies()
-        complete = [~self.rewards[name].isnan() | ~there[:, None] for name, there in applies.items()]
-        return torch.stack(complete).all(0) & torch.stack(list(applies.values())).any(0)[:, None]
+        anywhere = torch.stack(list(applies.values())).any(0)
+        scored = anywhere[:, None].expand_as(self.lengths)
+        for name, there in applies.items():
+            scored = scored & (~self.rewards[name].isnan() | ~there[:, None])
+        return scored
 
     def same_rewards(self, other: EvaluationSamples) -> Tensor:
         """Whether the same rewards apply to a prompt in both, (P,), so that their weighted sums can be compared."""
-        ours, theirs = (torch.stack(list(sampled.applies().values())) for sampled in (self, other))
+        ours = torch.stack(list(self.applies().values()))
+        theirs = torch.stack(list(other.applies().values()))
         return (ours == theirs).all(0)
 
     def prompts_of_rewards(self) -> dict[str, int]:
         """Number of prompts to which each reward with a weight applies; empty if all apply to all of them."""
         applies = self.applies()
-        return {} if all(x.all() for x in applies.values()) else {name: int(x.sum()) for name, x in applies.items()}
+        if all(there.all() for there in applies.values()):
+            return {}
+        return {name: int(there.sum()) for name, there in applies.items()}
 
     def votes(self, name: str) -> Tensor:
         """Reward and answer of each sample, (P, n, 2), as a majority vote takes them."""
@@ -171,17 +189,22 @@ class EvaluationSamples:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain lists for ``json.dump``; NaN becomes None."""
-        measured = {part: {name: _plain(x) for name, x in getattr(self, part).items()} for part in MEASURED}
-        content = {**vars(self), **measured, "lengths": self.lengths.tolist()}
-        content.pop("seeds")  # pooled samples are not saved
+        content = dict(vars(self))
+        for part in MEASURED:
+            content[part] = {name: _plain(values) for name, values in content[part].items()}
+        content["lengths"] = self.lengths.tolist()
+        del content["seeds"]  # pooled samples are not saved
         return content
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EvaluationSamples:
         """Inverse of `to_json`; lengths and answers are int64, all other numbers float64."""
-        measured = {part: {name: _tensor(x) for name, x in data.get(part, {}).items()} for part in MEASURED}
-        measured["answers"] = {name: x.long() for name, x in measured["answers"].items()}
-        return cls(**{**data, **measured, "lengths": torch.tensor(data["lengths"], dtype=torch.int64)})
+        content = dict(data)
+        for part in MEASURED:
+            content[part] = {name: _tensor(values) for name, values in data.get(part, {}).items()}
+        content["answers"] = {name: values.long() for name, values in content["answers"].items()}
+        content["lengths"] = torch.tensor(data["lengths"], dtype=torch.int64)
+        return cls(**content)
 
 
 def pooled(of_seeds: Sequence[EvaluationSamples]) -> EvaluationSamples:
@@ -192,13 +215,14 @@ def pooled(of_seeds: Sequence[EvaluationSamples]) -> EvaluationSamples:
     first = of_seeds[0]
     if len(of_seeds) == 1:
         return first
-    if len({(tuple(one.lengths.shape), *sorted(one.rewards)) for one in of_seeds}) > 1:
-        raise UserError("the runs have different prompts, numbers of samples or rewards")
+    for one in of_seeds:
+        if one.lengths.shape != first.lengths.shape or one.rewards.keys() != first.rewards.keys():
+            raise UserError("the runs have different prompts, numbers of samples or rewards")
 
     def joined(part: str) -> dict[str, Tensor]:
-        every = [getattr(one, part) for one in of_seeds]
-        shared = [name for name in every[0] if all(name in one for one in every)]
-        return {name: torch.cat([one[name] for one in every]) for name in shared}
+        values = [getattr(one, part) for one in of_seeds]
+        shared = [name for name in values[0] if all(name in of_seed for of_seed in values)]
+        return {name: torch.cat([of_seed[name] for of_seed in values]) for name in shared}
 
     return replace(
         first,
@@ -225,22 +249,30 @@ def sizes_of(sampled: Iterable[EvaluationSamples]) -> str:
 def where_same_rewards(sampled: Iterable[EvaluationSamples]) -> Tensor:
     """Prompts (P,) to which the same rewards apply in all models. All of them, if models have different prompts."""
     first, *others = sampled
-    alike = [first.same_rewards(other) for other in others if len(other.lengths) == len(first.lengths)]
-    return torch.stack(alike).all(0) if len(alike) == len(others) else torch.tensor(True)
+    if any(len(other.lengths) != len(first.lengths) for other in others):
+        return torch.tensor(True)
+    return torch.stack([first.same_rewards(other) for other in others]).all(0)
 
 
 MEASURED = ("rewards", "kl", "distinct", "answers")
 
 
 def _plain(values: Tensor) -> Any:
+    """Nested lists, with None for NaN."""
     if values.dim() > 1:
         return [_plain(row) for row in values]
-    return [None if isinstance(x, float) and math.isnan(x) else x for x in values.tolist()]
+    return [None if math.isnan(x) else x for x in values.tolist()]
 
 
 def _tensor(values: Any) -> Tensor:
-    rows = [[math.nan if x is None else x for x in row] if isinstance(row, list) else row for row in values]
-    return torch.tensor([math.nan if row is None else row for row in rows], dtype=torch.float64)
+    """Inverse of `_plain`, (P,) or (P, n)."""
+    return torch.tensor(_with_nan(values), dtype=torch.float64)
+
+
+def _with_nan(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_with_nan(x) for x in values]
+    return math.nan if values is None else values
 
 
 def evaluate(
@@ -258,24 +290,32 @@ def evaluate(
     scores = ranks.agree(lambda: sampler.score(mine, rollout, first_prompt=first))
     values = ranks.agree(lambda: values_of_completions(scores.values, objectives))
     texts = sampler.texts(mine.prompts, rollout)
-    shown = [texts[i * sampler.samples : (i + 1) * sampler.samples] for i in range(len(mine.ids))]
-    part = (values, rollout.lengths.cpu(), scores.answers, [plain_text(p) for p in mine.prompts], shown)
+    part = {
+        "rewards": values,
+        "lengths": rollout.lengths.cpu(),
+        "answers": scores.answers,
+        "prompts": [plain_text(prompt) for prompt in mine.prompts],
+        "completions": [texts[i : i + sampler.samples] for i in range(0, len(texts), sampler.samples)],
+    }
     parts = ranks.gather_objects(part)
+    prompts = [prompt for part in parts for prompt in part["prompts"]]
+    completions = [of_prompt for part in parts for of_prompt in part["completions"]]
     return EvaluationSamples(
-        rewards={name: torch.cat([rewards[name] for rewards, *_ in parts]) for name in values},
-        lengths=torch.cat([lengths for _, lengths, *_ in parts]),
-        answers={name: torch.cat([answers[name] for _, _, answers, *_ in parts]) for name in scores.answers},
+        rewards={name: torch.cat([part["rewards"][name] for part in parts]) for name in values},
+        lengths=torch.cat([part["lengths"] for part in parts]),
+        answers={name: torch.cat([part["answers"][name] for part in parts]) for name in scores.answers},
         objectives={name: str(objective) for name, objective in objectives.items()},
         weights=dict(weights),
         max_length=sampler.sampling.max_new_tokens,
-        prompts=[p for *_, prompts, _ in parts for p in prompts][:KEPT_PROMPTS],
-        completions=[c[:KEPT_SAMPLES] for *_, completions in parts for c in completions][:KEPT_PROMPTS],
+        prompts=prompts[:KEPT_PROMPTS],
+        completions=[of_prompt[:KEPT_SAMPLES] for of_prompt in completions[:KEPT_PROMPTS]],
     )
 
 
 def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:
     """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``; ``after`` exists after training."""
-    atomic_write(run / EVALUATION_FILE, json.dumps({name: s.to_json() for name, s in sampled.items()}, allow_nan=False))
+    content = {name: one.to_json() for name, one in sampled.items()}
+    atomic_write(run / EVALUATION_FILE, json.dumps(content, allow_nan=False))
 
 
 def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
@@ -286,6 +326,7 @@ def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
             f"{path} is missing: the run is training, or was stopped before its evaluation; resume it to finish"
         )
     try:
-        return {name: EvaluationSamples.from_json(data) for name, data in json.loads(path.read_text("utf-8")).items()}
+        content = json.loads(path.read_text("utf-8"))
+        return {name: EvaluationSamples.from_json(data) for name, data in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} cannot be read ({error}); resume the run to evaluate again") from error

@@ -39,8 +39,11 @@ def begin(run: TrackedRun, memory: Memory) -> TensorBoard:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a table in Markdown, which TensorBoard shows."""
+    lines = [_line(columns), "|" + "---|" * len(columns)]
+    lines += [_line(row) for row in rows]
+    return "\n".join(lines)
 
-    def line(cells: Sequence[Any]) -> str:
-        return "| " + " | ".join(" ".join(str(cell).replace("|", "\\|").split()) for cell in cells) + " |"
 
-    return "\n".join([line(columns), "|" + "---|" * len(columns), *map(line, rows)])
+def _line(cells: Sequence[Any]) -> str:
+    texts = [" ".join(str(cell).replace("|", "\\|").split()) for cell in cells]
+    return f"| {' | '.join(texts)} |"

@@ -133,7 +133,8 @@ def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") ->
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("prompt", max_width=24)
     table.add_column("completion", max_width=48)
-    for heading in [*rows[0].rewards, *(f"lin. {name}" for name in rows[0].linearized), "advantage"]:
+    linearized = [f"lin. {name}" for name in rows[0].linearized]
+    for heading in [*rows[0].rewards, *linearized, "advantage"]:
         table.add_column(Text(heading), justify="right", min_width=7)
     for heading in rows[0].extra:
         table.add_column(_printable(heading, encoding), max_width=24)
@@ -141,10 +142,12 @@ def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") ->
         # Show the end of a long prompt and the start of the completion, which continues it.
         prompt = row.prompt if len(row.prompt) <= 48 else "..." + row.prompt[-45:]
         completion = row.completion if len(row.completion) <= 96 else row.completion[:93] + "..."
-        texts = (_printable(prompt, encoding), _printable(completion, encoding))
-        numbers = [*row.rewards.values(), *row.linearized.values(), row.advantage]
-        shown = [Text("-" if math.isnan(x) else f"{x:.4f}") for x in numbers]
-        table.add_row(*texts, *shown, *(_printable(str(value)[:96], encoding) for value in row.extra.values()))
+        cells = [_printable(prompt, encoding), _printable(completion, encoding)]
+        for number in (*row.rewards.values(), *row.linearized.values(), row.advantage):
+            cells.append(Text("-" if math.isnan(number) else f"{number:.4f}"))
+        for value in row.extra.values():
+            cells.append(_printable(str(value)[:96], encoding))
+        table.add_row(*cells)
     return table
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,9 +60,11 @@ class TrackedRun:
         """Return the run of a configuration in ``folder``."""
         train = config.train
         return cls(
-            trackers=train.track, project=train.project, name=train.run_name or folder.resolve().name,
+            trackers=train.track,
+            project=train.project,
+            name=train.run_name or folder.resolve().name,
             config=asdict(config),  # type: ignore[call-overload]
-        )  # fmt: skip
+        )
 
 
 @dataclass
@@ -157,23 +160,20 @@ class BackgroundTracker:
             self._warn(f"gets nothing more: {type(error).__name__}: {secrets.hide(_first_line(error))}")
 
     def _warn(self, text: str) -> None:
-        print(f"warning: train.track: {self.name} {text}. Training continues; metrics.jsonl is complete.",
-              file=sys.stderr, flush=True)  # fmt: skip
+        warning = f"warning: train.track: {self.name} {text}. Training continues; metrics.jsonl is complete."
+        print(warning, file=sys.stderr, flush=True)
 
 
 def start(run: TrackedRun, folder: Path, resume_step: int) -> list[BackgroundTracker]:
     """Start the trackers of a run, in their threads."""
     memory = Memory.read(folder, resume_step)
 
-    def begin(name: str) -> Callable[[], Tracker]:
-        def run_it() -> Tracker:
-            module = importlib.import_module(f"nlgrpo.training.tracking.{name}_tracker")
-            tracker: Tracker = module.begin(run, memory)
-            return tracker
+    def begin(name: str) -> Tracker:
+        module = importlib.import_module(f"nlgrpo.training.tracking.{name}_tracker")
+        tracker: Tracker = module.begin(run, memory)
+        return tracker
 
-        return run_it
-
-    return [BackgroundTracker(name, begin(name)) for name in dict.fromkeys(run.trackers)]
+    return [BackgroundTracker(name, partial(begin, name)) for name in dict.fromkeys(run.trackers)]
 
 
 def as_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
@@ -184,22 +184,24 @@ def as_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list
     if not samples:
         return [], []
     first = samples[0]
-    columns = ["step", "prompt", "completion", *first.rewards, *(f"linearized/{name}" for name in first.linearized)]
-    columns += ["advantage", *first.extra]
+    linearized = [f"linearized/{name}" for name in first.linearized]
+    columns = ["step", "prompt", "completion", *first.rewards, *linearized, "advantage", *first.extra]
     rows = []
     for one in samples:
         numbers = [*one.rewards.values(), *one.linearized.values(), one.advantage]
-        shown = [x if math.isfinite(x) else None for x in numbers]
-        rows.append([step, one.prompt, one.completion, *shown, *map(str, one.extra.values())])
+        finite = [x if math.isfinite(x) else None for x in numbers]
+        extra = [str(value) for value in one.extra.values()]
+        rows.append([step, one.prompt, one.completion, *finite, *extra])
     return columns, rows
 
 
 def in_trl(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under the names of TRL's runs in W&B, trackio and TensorBoard: train/NAME and eval/NAME."""
-    return {
-        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
-        for name, value in metrics.items()
-    }
+    found = {}
+    for name, value in metrics.items():
+        evaluated = name.startswith("eval_")
+        found[f"eval/{name.removeprefix('eval_')}" if evaluated else f"train/{name}"] = value
+    return found
 
 
 def _first_line(error: BaseException) -> str:
