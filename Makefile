@@ -97,7 +97,7 @@ check: $(VENV)/installed-check
 	$(RUN)mypy
 	$(RUN)lint-imports --no-cache --no-logo
 	$(RUN)hadolint Dockerfile
-	$(RUN)bandit --quiet --configfile pyproject.toml --recursive nlgrpo kernels scripts setup.py
+	$(RUN)bandit --quiet --configfile pyproject.toml --recursive nlgrpo kernels scripts experiments setup.py
 	$(DOCS) --quiet --strict --site-dir build/site-check
 
 docs: $(VENV)/installed-check
