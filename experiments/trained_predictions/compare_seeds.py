@@ -145,9 +145,8 @@ def draw(settings: Mapping[str, Setting], ns: Sequence[int]) -> Figure:
 QUICK = [
     "runs/seeds", "--ns", "1", "2",
 ]  # fmt: skip
-BEFORE = [
-    ["-m", "nlgrpo.cli", "sweep", "two.toml", "--objective", "mean,bon:4", "--train.seed", "1,2", "--out", "runs/seeds"]
-]
+SWEEP = ("--objective", "mean,bon:4", "--train.seed", "1,2", "--jobs", "2", "--out", "runs/seeds")
+BEFORE = [["-m", "nlgrpo.cli", "sweep", "two.toml", *SWEEP]]
 
 
 def main() -> int:

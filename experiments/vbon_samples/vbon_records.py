@@ -185,7 +185,7 @@ def keys_of(rollouts: ReferenceRollouts) -> Tensor:
 
 
 QUICK = [
-    "one.toml", "--samples", "40", "--of", "2", "--train-samples", "4", "8", "--seeds", "0", "--repeats", "2",
+    "one.toml", "--samples", "40", "--of", "2", "--train-samples", "4", "--seeds", "0", "--repeats", "2",
     "--completions", "4",
 ]  # fmt: skip
 
