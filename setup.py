@@ -115,7 +115,12 @@ extension = Extension(
 setup(
     packages=[*find_packages(include=["nlgrpo", "nlgrpo.*"]), "nlgrpo.kernels"],
     package_dir={"nlgrpo.kernels": "kernels"},
-    package_data={"nlgrpo.data": ["assets/**/*"], "nlgrpo.apps.plan": ["measured.json"]},
+    package_data={
+        "nlgrpo": ["py.typed"],
+        "nlgrpo.kernels": ["py.typed"],
+        "nlgrpo.data": ["assets/**/*"],
+        "nlgrpo.apps.plan": ["measured.json"],
+    },
     ext_modules=[] if WANTED == "0" else [extension],
     cmdclass={"build_ext": OptionalBuild, "bdist_wheel": TaggedWheel},
     options={} if WANTED == "0" else {"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -17,8 +17,9 @@ ASSETS = {
     path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo" / "data" / "assets").rglob("*") if path.is_file()
 }
 ASSETS.add("nlgrpo/apps/plan/measured.json")  # constants of measured GPUs
+ASSETS.add("nlgrpo/py.typed")
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo").rglob("*.py")}
-KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")}
+KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")} | {"py.typed"}
 # Without the compiled ops, which take most of a minute; test_extension_build.py tests them.
 ENVIRONMENT = {
     **os.environ,
