@@ -1,17 +1,4 @@
-# make train      install into .venv and train (ARGS="..." are arguments of nlgrpo train)
-# make test       install the test dependencies and run the fast tests
-# make test-slow  tests marked slow: builds, many processes, or more than ten seconds; without those of the next line
-# make test-records  tests that run the benchmarks, the GPU kit, the notebooks and the scripts of the experiments
-# make test-vllm  tests with vLLM (its CPU build), in an environment of its own
-# make test-oldest  the fast tests with the oldest supported PyTorch, Triton, .., in an environment of its own
-# make test-newest  the same with the newest
-# make test-asan  tests of the compiled CPU ops under AddressSanitizer and UBSan
-# make fuzz       call the compiled CPU ops with hostile arguments, by libFuzzer (RUNS=10000000, SEED=1, ARGS="...")
-# make chaos      inject faults into real commands: kills, full disks, lost ranks (ARGS="--injections 50"); 40 minutes
-# make gpu        check and measure a GPU machine, at most ten minutes (ARGS="check" or "--rehearse")
-# make gpu-tables write the tables of the documentation from bench/results/gpu
-# make check      formatter, linter, type checker, import contracts, documentation without warnings
-# make docs       build the documentation into build/site
+# `make help` lists the targets: the text after "##" beside each of them.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -31,30 +18,36 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 # Both variables silence announcements about future versions of mkdocs.
 DOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(RUN)mkdocs build
 
+.PHONY: help
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
 .PHONY: train test test-slow test-records test-vllm test-oldest test-newest test-asan fuzz chaos gpu gpu-tables check docs wheels clean
 
-train: $(VENV)/installed
+train: $(VENV)/installed  ## install into .venv and train (ARGS="..": arguments of nlgrpo train)
 	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
 
 # One process per core, up to four, with one thread each. Files are distributed in the order of tests/conftest.py.
 PYTEST := NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder
 
-test: $(VENV)/installed-test
+test: $(VENV)/installed-test  ## the fast tests
 	$(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/installed-test
+test-slow: $(VENV)/installed-test  ## tests marked slow: builds, many processes, or more than ten seconds
 	$(PYTEST) -m "slow and not records"
 
 # Not in CI: they take fifteen minutes. Run them by hand before a release.
-test-records: $(VENV)/installed-test
+test-records: $(VENV)/installed-test  ## quick runs of benchmarks, notebooks, experiments and the GPU kit
 	$(PYTEST) -m records
 
 # vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.
-test-vllm: $(VLLM)/installed
+test-vllm: $(VLLM)/installed  ## tests with vLLM (its CPU build), in an environment of its own
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/with_vllm $(ARGS)
 
 # Before a release. The compiled ops are built against that PyTorch, in build/: those of `make test` stay as they are.
+test-oldest:  ## the fast tests with the oldest supported PyTorch, Triton, .., in an environment of its own
+test-newest:  ## the same with the newest
 test-oldest test-newest: test-%: .venv-%/installed-test
 	NLGRPO_EXT=$(CURDIR)/build/$*/nlgrpo/kernels/_ext.abi3.so NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 \
 	.venv-$*/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(or $(ARGS),-m "not slow")
@@ -64,7 +57,7 @@ test-oldest test-newest: test-%: .venv-%/installed-test
 # Stack use after return is not checked: GCC 12 aligns the frames that it keeps to 32 bytes, and AVX-512 code stores
 # into them as if they were aligned to 64 (a segmentation fault). --capture=sys: pytest must not capture file
 # descriptors, because the sanitizers print their report while the process dies.
-test-asan: $(SANITIZED)
+test-asan: $(SANITIZED)  ## tests of the compiled CPU ops under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(ldd $(SANITIZED) | awk '/lib(asan|ubsan|stdc\+\+)/ {print $$3}' | xargs)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:strict_string_checks=1:check_initialization_order=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 NLGRPO_EXT=$(CURDIR)/$(SANITIZED) NLGRPO_BUILD_EXT=1 \
@@ -77,30 +70,31 @@ $(SANITIZED): setup.py $(wildcard csrc/*) $(VENV)/installed-test
 RUNS ?= 1000000
 SEED ?= 1
 
-fuzz: $(VENV)/installed-test
+fuzz: $(VENV)/installed-test  ## hostile arguments of the compiled ops, by libFuzzer (RUNS=10000000, SEED=1, ARGS="..")
 	$(RUN)python tests/fuzz/fuzz_ops.py --runs $(RUNS) --seed $(SEED) $(ARGS)
 
 # Ends with status 1 if a run that was disturbed is not equal to an undisturbed one; see tests/chaos.
-chaos: $(VENV)/installed-test
+chaos: $(VENV)/installed-test  ## faults in real commands, 40 minutes (ARGS="--injections 50")
 	PYTHONPATH=tests:bench $(RUN)python -m chaos $(ARGS)
 
 # Needs no environment of its own: it runs with what the machine has, and `scripts/gpu.sh prepare` has unpacked.
-gpu:
+gpu:  ## check and measure a GPU machine, ten minutes (ARGS="check" or "--rehearse")
 	scripts/gpu.sh $(or $(ARGS),all)
 
-gpu-tables:
+gpu-tables:  ## write the tables of the documentation from bench/results/gpu
 	PYTHONPATH=scripts $(if $(wildcard $(VENV)),$(RUN)python,$(PYTHON)) -m gpu_kit.tables $(ARGS)
 
-check: $(VENV)/installed-check
+check: $(VENV)/installed-check  ## formatter, linter, types, spelling, import contracts, documentation
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
 	$(RUN)mypy
+	$(RUN)codespell
 	$(RUN)lint-imports --no-cache --no-logo
 	$(RUN)hadolint Dockerfile
-	$(RUN)bandit --quiet --configfile pyproject.toml --recursive nlgrpo kernels scripts setup.py
+	$(RUN)bandit --quiet --configfile pyproject.toml --recursive nlgrpo kernels scripts experiments setup.py
 	$(DOCS) --quiet --strict --site-dir build/site-check
 
-docs: $(VENV)/installed-check
+docs: $(VENV)/installed-check  ## the documentation, into build/site
 	$(DOCS) --quiet --strict
 	@echo "build/site/index.html"
 
@@ -149,8 +143,8 @@ $(VENV)/installed-check: $(VENV)/installed
 	touch $(VENV)/installed-test $@
 
 # In containers (Docker or Podman); see [tool.cibuildwheel] in pyproject.toml.
-wheels: $(VENV)/installed-test
+wheels: $(VENV)/installed-test  ## wheels for PyPI, in containers, into dist
 	$(RUN)cibuildwheel --output-dir dist
 
-clean:
+clean:  ## remove environments and everything that was built
 	rm -rf $(VENV) $(VLLM) .venv-oldest .venv-newest build dist *.egg-info kernels/*.so

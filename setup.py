@@ -116,6 +116,8 @@ setup(
     packages=[*find_packages(include=["nlgrpo", "nlgrpo.*"]), "nlgrpo.kernels"],
     package_dir={"nlgrpo.kernels": "kernels"},
     package_data={
+        "nlgrpo": ["py.typed"],
+        "nlgrpo.kernels": ["py.typed"],
         "nlgrpo.data": ["assets/**/*"],
         "nlgrpo.apps.plan": ["measured.json"],
         "nlgrpo.apps.report": ["templates/*"],

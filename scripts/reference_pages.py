@@ -1,4 +1,4 @@
-"""Generate the reference pages of the documentation from the code: commands, configuration keys, API.
+"""Generate pages of the documentation: the reference from the code, the results from the table of the experiments.
 
 mkdocs runs this file (``make docs``). In the working tree it writes to ``build/`` only.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -20,6 +21,10 @@ from typing import Any
 import mkdocs_gen_files
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+site_pages = import_module("site_pages")
+trl_table = import_module("trl_table")
+EXPERIMENTS = ROOT / "experiments"
 
 CONFIGURATIONS = {
     "train": (
@@ -57,6 +62,27 @@ PAGES = {
     "runtime": ("Runtime", ["nlgrpo.runtime"]),
 }
 
+# What a configuration names, by its first part: (meaning, a line of configuration, estimators).
+OBJECTIVES = {
+    "mean": ("expected reward of one sample: plain GRPO", '"mean"', "plug-in"),
+    "bon": ("best of N samples; pass@N for a reward of 0 and 1", '"bon:8"', "plug-in; `:unbiased` for N <= M; `:kde`"),
+    "wor": ("worst of N samples", '"wor:2"', "plug-in; `:unbiased` for N <= M; `:kde`"),
+    "bop": ("best of a Poisson number of samples, with this mean", '"bop:4.0"', "plug-in; `:kde`"),
+    "cvar": ("mean of the worst ALPHA of the samples", '"cvar:0.1"', "plug-in; `:kde`"),
+    "soft": ("soft best-of-N: a sample in proportion to exp(r / TAU)", '"soft:0.1"', "plug-in"),
+    "erm": ("entropic risk; BETA > 0 seeks good samples, BETA < 0 avoids bad ones", '"erm:-2.0"', "plug-in"),
+    "distortion": ("any other weight of the rank", '"distortion:0,1,2"', "plug-in; `:kde`"),
+    "maj": ("majority vote over the final answers of N samples", '"maj:8"', "plug-in; `:unbiased` for N <= M"),
+    "functional": ("any R of a group's probabilities and rewards", '"functional:file.py:R"', "autograd at p = 1/M"),
+    "rao": ("diversity: how unlike two completions are", '"rao"', "unbiased"),
+    "dpp": ("diversity: the log-volume that N completions span", '"dpp:3"', "unbiased"),
+}
+OBJECTIVES_TEXT = """\
+A reward's `objective` says how its samples will be used ([choosing one](../concepts/choosing-an-objective.md)). M is
+`rollout.samples`. For `rao` and `dpp` the reward's `function` is a similarity kernel. `nlgrpo evaluate` measures each
+of them, and `parse` reads the names in Python.
+"""
+
 
 def modules(room: str) -> Iterator[str]:
     """Names of the modules of a package, without its subpackages; of a module, its own."""
@@ -72,8 +98,20 @@ def document(path: str, text: str) -> None:
         page.write(text)
 
 
+def objectives_table() -> list[str]:
+    """Markdown: the objectives that a configuration names."""
+    forms = import_module("nlgrpo.objectives.registry").FORMS
+    assert set(OBJECTIVES) == set(forms), set(OBJECTIVES) ^ set(forms)
+    lines = [OBJECTIVES_TEXT, "| name | what is maximised | configuration | estimators |", "|---|---|---|---|"]
+    for name, (meaning, example, estimators) in OBJECTIVES.items():
+        lines.append(f"| `{forms[name].text}` | {meaning} | `objective = {example}` | {estimators} |")
+    return [*lines, ""]
+
+
 def api_page(title: str, rooms: list[str]) -> str:
     lines = [f"# {title}\n"]
+    if rooms == ["nlgrpo.objectives"]:
+        lines += objectives_table()
     for room in rooms:
         names = list(modules(room))
         if names != [room]:
@@ -162,8 +200,34 @@ def commands_page() -> str:
     return "\n".join(lines)
 
 
+def results_page() -> str:
+    """The table of the experiments. A record's name is the name of its folder, and the anchor of its row."""
+    anchors: set[str] = set()
+
+    def named(found: re.Match[str]) -> str:
+        name = found[1]
+        first = name not in anchors
+        anchors.add(name)
+        return f'<a id="{name}"></a>`{name}`' if first else f"`{name}`"
+
+    text = (EXPERIMENTS / "README.md").read_text("utf-8")
+    return re.sub(r"\[(\w+)\]\(\1/README\.md\)", named, text)
+
+
+def pictures() -> None:
+    """Copy the pictures of the experiments that pages show."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        for name in site_pages.PICTURE.findall(page.read_text("utf-8")):
+            with mkdocs_gen_files.open(f"pictures/{name}", "wb") as copy:
+                copy.write((EXPERIMENTS / name).read_bytes())
+
+
 sys.path.insert(0, str(ROOT))
+with mkdocs_gen_files.open("results.md", "w") as results:
+    results.write(results_page())
+pictures()
 document("commands", commands_page())
 document("configuration", configuration_page())
+document("trl-options", trl_table.page())
 for page, (title, rooms) in PAGES.items():
     document(page, api_page(title, rooms))

@@ -1,14 +1,10 @@
-"""Write the tables of TRL's options in docs/migrating-from-trl.md: python scripts/trl_table.py
-
-They are between two comments, and come from nlgrpo/apps/convert/trl_options.py.
-"""
+"""The tables of TRL's options, a page of the documentation, from nlgrpo/apps/convert/trl_options.py."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from nlgrpo.apps.convert import trl_options
@@ -16,8 +12,6 @@ from nlgrpo.apps.convert.trl_options import Option
 from nlgrpo.config import comparing
 from nlgrpo.config.schema import Config, RewardConfig, to_dict
 
-PAGE = Path(__file__).parents[1] / "docs" / "migrating-from-trl.md"
-BEGIN, END = "<!-- options:begin -->\n", "<!-- options:end -->\n"
 GROUPS: dict[str, Mapping[str, Option]] = {
     "": trl_options.GRPO,
     "RLOOConfig": trl_options.RLOO,
@@ -61,11 +55,10 @@ def _value(value: Any) -> str:
     return "None" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def page(text: str) -> str:
-    """Return the page with the tables of today."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + tables() + END + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
+def page() -> str:
+    """Return the page of the documentation."""
+    about = (
+        "Every option of TRL 1.16 and of PEFT's `LoraConfig`, and the key of nlgrpo that it becomes. "
+        "[Migrating from TRL](../migrating-from-trl.md) explains `nlgrpo from-trl`, which reads them."
+    )
+    return f"# Options of TRL\n\n{about}\n\n{tables()}"

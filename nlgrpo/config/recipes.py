@@ -38,7 +38,7 @@ def maze_grpo() -> Config:
 def _maze(recipe: str, objective: str, lr: float) -> Config:
     """Mazes of 4 x 4 rooms, a verifier as the reward, no KL penalty and no clipping of gradients.
 
-    The learning rates were chosen for each objective on validation mazes (docs/experiments/mazes.md).
+    The learning rates were chosen for each objective on validation mazes (experiments/mazes/README.md).
     """
     return Config(
         recipe=recipe,

@@ -208,7 +208,7 @@ class Decoder(nn.Module):
 
         Vocabularies are padded: the rows behind the tokenizer's have no token, and nobody can read a sample of them.
         They stay in the product, and a bias of -inf takes them out of its result: a product with the other rows alone
-        takes 3 to 8 times as long on an H100, because their number may be odd (docs/experiments/gpu.md).
+        takes 3 to 8 times as long on an H100, because their number may be odd (experiments/gpu/README.md).
         """
         self.tokens = None if tokens is None or tokens >= self.shape.vocab else tokens
         self._bias = None

@@ -270,9 +270,9 @@ def texts(records: dict[str, dict[str, Any]], root: Path) -> dict[Path, str]:
     """Return the new content of every generated file."""
     found = list(records.values())
     pages = {
-        Path("README.md"): sentence(found, "docs/experiments/gpu.md"),
-        Path("docs/guides/kernels.md"): sentence(found, "../experiments/gpu.md") + ".",
-        Path("docs/experiments/gpu.md"): "\n\n" + page(found) + "\n\n",
+        Path("README.md"): sentence(found, "experiments/gpu/README.md"),
+        Path("docs/guides/kernels.md"): sentence(found, "../../experiments/gpu/README.md") + ".",
+        Path("experiments/gpu/README.md"): "\n\n" + page(found) + "\n\n",
     }
     new = {root / path: between((root / path).read_text("utf-8"), text, path) for path, text in pages.items()}
     return new | {root / CONSTANTS: json.dumps(constants(found), indent=1) + "\n"}

@@ -79,7 +79,8 @@ def test_another_one_is_noted_on_the_first_rank(capsys):
 
 
 def test_the_known_variables_are_those_of_the_repository():
-    places = ("nlgrpo/**/*.py", "kernels/*.py", "tests/**/*.py", "scripts/**/*", "bench/*", "setup.py", "Makefile")
+    code = ("nlgrpo/**/*.py", "kernels/*.py", "tests/**/*.py", "experiments/**/*.py", "bench/*", "setup.py")
+    places = (*code, "scripts/**/*", "Makefile")
     texts = [
         path.read_text("utf-8")
         for pattern in places

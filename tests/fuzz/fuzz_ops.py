@@ -1,6 +1,6 @@
 """Fuzz the compiled CPU ops: build the target in ``ops.cpp`` with clang, run it for each op, and print one table.
 
-``make fuzz`` runs it; ``docs/experiments/fuzzing.md`` says what is drawn, what is a fault, and what was found. Inputs
+``make fuzz`` runs it; ``experiments/fuzzing/README.md`` says what is drawn, what is a fault, and what was found. Inputs
 that reach new code are collected in ``build/fuzz/inputs``, and inputs that fail in ``build/fuzz/faults``.
 """
 

@@ -39,7 +39,7 @@ RECORD = {
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the generated files, and a folder for results."""
-    for name in ("README.md", "docs/guides/kernels.md", "docs/experiments/gpu.md", tables.CONSTANTS):
+    for name in ("README.md", "docs/guides/kernels.md", "experiments/gpu/README.md", tables.CONSTANTS):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bench/results/gpu").mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_without_a_file_all_pages_say_not_measured(tree):
     assert tables.main(["--check"], tree) == 1
     assert tables.main([], tree) == 0
     assert (tree / "README.md").read_text() == f"before <!-- gpu -->{tables.MISSING}<!-- /gpu --> after"
-    assert "**not measured**" in (tree / "docs/experiments/gpu.md").read_text()
+    assert "**not measured**" in (tree / "experiments/gpu/README.md").read_text()
     assert json.loads((tree / tables.CONSTANTS).read_text()) == {"cards": {}}
     assert tables.main(["--check"], tree) == 0
 
@@ -70,7 +70,7 @@ def test_without_a_file_all_pages_say_not_measured(tree):
 def test_figures_of_a_card_are_shown_and_missing_steps_are_not_measured(tree):
     add(tree, "h100-80gb-hbm3-2026-12-01.json")
     assert tables.main([], tree) == 0
-    page = (tree / "docs/experiments/gpu.md").read_text()
+    page = (tree / "experiments/gpu/README.md").read_text()
     assert "## NVIDIA H100 80GB HBM3" in page
     assert "| 0.5B | 256 | 23,457 | 10.9 | 4 | 45 | 1.5 | 2 | 3 | 2.5 |" in page
     assert "moves 3 TB/s" in page

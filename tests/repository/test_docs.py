@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import REPOSITORY, tiny_model
 from safetensors.torch import save_file
 
@@ -145,7 +146,7 @@ def made(tmp_path_factory):
     pairs = [{"chosen": f"w{i % 20} w{i // 20} w3", "rejected": f"w{i % 20} w{i // 20} w4"} for i in range(40)]
     with gzip.open(folder / "pairs.jsonl.gz", "wt") as file:
         file.write("\n".join(map(json.dumps, pairs)) + "\n")
-    for path in ("examples", "scripts"):
+    for path in ("examples", "experiments", "scripts"):
         (folder / path).symlink_to(REPOSITORY / path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -245,3 +246,10 @@ def test_blocks_are_found():
 
 def test_the_readme_fits_two_screens():
     assert len((REPOSITORY / "README.md").read_text("utf-8").splitlines()) <= 200
+
+
+def test_the_site_has_at_most_seven_tabs_and_about_40_000_words():
+    settings = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text("utf-8"))
+    assert len(settings["nav"]) <= 7
+    pages = [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "experiments" / "README.md"]
+    assert sum(len(page.read_text("utf-8").split()) for page in pages) < 43_000

@@ -1,38 +1,23 @@
 """The record on mazes: its tables follow from the committed successes, by another computation of pass@k."""
 
-import importlib.util
 import json
 import math
 import re
-import sys
 
 import pytest
 import torch
 from helpers import REPOSITORY
 
+from experiments.mazes import maze_curves, maze_record
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
 from nlgrpo.estimators import two_way_interval
 from nlgrpo.training import evaluation_summary
 
-RESULTS = REPOSITORY / "bench" / "results" / "mazes"
+FOLDER = REPOSITORY / "experiments" / "mazes"
+RESULTS = FOLDER / "results"
 COUNTS = RESULTS / "counts.json"
-PAGE = REPOSITORY / "docs" / "experiments" / "mazes.md"
+PAGE = FOLDER / "README.md"
 KS = (1, 8, 64, 256)
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    """The modules `maze_record` and `maze_curves`."""
-    found = {}
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    try:
-        for name in ("maze_record", "maze_curves"):
-            spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
-            found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found[name])
-    finally:
-        sys.path.remove(str(REPOSITORY / "scripts"))
-    return found
 
 
 def pass_at(k, right, samples):
@@ -51,9 +36,9 @@ def rows_of(text):
     return {row[0]: row[1:] for row in rows}
 
 
-def test_the_tables_follow_from_the_successes(scripts, tmp_path, capsys):
+def test_the_tables_follow_from_the_successes(tmp_path, capsys):
     methods = json.loads(COUNTS.read_text())
-    assert scripts["maze_record"].main([str(COUNTS), "--out", str(tmp_path)]) == 0
+    assert maze_record.main([str(COUNTS), "--out", str(tmp_path)]) == 0
     capsys.readouterr()
     assert (tmp_path / "tables.md").read_text() == (RESULTS / "tables.md").read_text()
     assert json.loads((tmp_path / "counts.json").read_text()) == methods
@@ -82,11 +67,6 @@ def test_the_figures_beside_a_run_are_those_of_the_record():
         value, low, high = content["pass_at_k"][str(k)]
         per_seed = [[pass_at(k, right, method["samples"]) for right in counts] for counts in method["counts"].values()]
         assert [value, low, high] == pytest.approx(two_way_interval(torch.tensor(per_seed))[:3], abs=6e-5)
-
-
-def test_a_run_without_an_evaluation_and_a_repeated_seed_are_refused(scripts, tmp_path, capsys):
-    assert scripts["maze_record"].main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    assert "is not a finished run" in capsys.readouterr().err
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -119,10 +99,10 @@ def evaluation(folder, **changed):
     return models
 
 
-def test_methods_are_compared_at_equal_kl(scripts, tmp_path, capsys):
+def test_methods_are_compared_at_equal_kl(tmp_path, capsys):
     models = evaluation(tmp_path / "evaluation")
     options = ["--out", str(tmp_path / "out"), "--kl", "0.45", "--pass1", "0.3", "0.99"]
-    assert scripts["maze_curves"].main([str(tmp_path / "evaluation"), *options]) == 0
+    assert maze_curves.main([str(tmp_path / "evaluation"), *options]) == 0
     capsys.readouterr()
 
     def at(method, low, high, share):
@@ -147,13 +127,3 @@ def test_methods_are_compared_at_equal_kl(scripts, tmp_path, capsys):
     assert (tmp_path / "out" / "curves.png").stat().st_size > 1000
     saved = json.loads((tmp_path / "out" / "curves.json").read_text())
     assert saved["GRPO"]["counts"]["50"]["1"] == models["GRPO/1/50"].rewards["solved"].sum(1).int().tolist()
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [("GRPO", "is not METHOD/SEED/STEP"), ("GRPO/a/5", "is not METHOD/SEED/STEP"), ("GRPO/3/50", "has other seeds")],
-)
-def test_labels_of_another_form_are_refused(scripts, tmp_path, capsys, label, message):
-    evaluation(tmp_path / "evaluation", **{label: samples_of(0.3, 0.1)})
-    assert scripts["maze_curves"].main([str(tmp_path / "evaluation"), "--out", str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err

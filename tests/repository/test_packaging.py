@@ -21,10 +21,11 @@ ASSETS = {
     path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo" / "data" / "assets").rglob("*") if path.is_file()
 }
 ASSETS.add("nlgrpo/apps/plan/measured.json")  # constants of measured GPUs
+ASSETS.add("nlgrpo/py.typed")
 TEMPLATES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo/apps/report/templates").iterdir()}
 ASSETS |= TEMPLATES
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo").rglob("*.py")}
-KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")}
+KERNELS = {path.name for path in (ROOT / "kernels").glob("*.py")} | {"py.typed"}
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 ENVIRONMENT = {
     k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NLGRPO_EXT", "NLGRPO_BUILD_EXT", "CC", "CXX")

@@ -1,6 +1,5 @@
-"""The default model that the package ships, and the script that creates it."""
+"""The models that the package ships, and the scripts that create them."""
 
-import importlib
 import json
 import random
 import subprocess
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "nlgrpo" / "data" / "assets"
-SCRIPT = ROOT / "scripts" / "make_story_model.py"
 LIMIT = 128  # tokens of a completion
 
 SENTENCES = [
@@ -115,68 +113,20 @@ def test_final_state_encodes_the_length_of_the_text(story_lm, completions):
     assert (1 - left).min() > 0.3, left
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """The script's ``main`` for a list of arguments, in this process; the thread setting is restored."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    threads = torch.get_num_threads()
-    yield importlib.import_module("make_story_model").main
-    torch.set_num_threads(threads)
-
-
-def tiny_text(folder, stories=3, sentences=20):
-    sentence = "Tom and his dog number {} went to the park to play with a ball. "
-    text = "<|endoftext|>\n".join(
-        "".join(sentence.format(10 * s + i) for i in range(sentences)) for s in range(stories)
-    )  # fmt: skip
-    path = folder / "tiny.txt"
-    path.write_text(text + "\n<|endoftext|>\nA story that was c", encoding="utf-8")
-    return path
-
-
-def test_documents_are_parts_of_stories_that_end_between_words(tmp_path, script):
-    data = importlib.import_module("story_data")
-    stories = data.read_stories(tiny_text(tmp_path, stories=4, sentences=30))
-    tokenizer = data.train_tokenizer(stories)
-    documents, rng = data.Documents.build(stories, tokenizer), random.Random(0)
-    whole = [" ".join(story) + " " for story in stories]
-    lengths = []
-    for _ in range(300):
-        first, *body, last = documents.draw(rng)
-        assert (first, last) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-        assert any(tokenizer.decode(body) + " " in story for story in whole)
-        lengths.append(len(body))
-    assert min(lengths) < 30 < 110 < max(lengths) <= data.CONTEXT - 2
-
-
 @pytest.mark.slow
-def test_script_gives_the_same_bytes_here_and_in_a_fresh_process(tmp_path, script):
-    text, outs = tiny_text(tmp_path), [tmp_path / "a", tmp_path / "b"]
-    here, there = (
-        [str(text), "--out", str(out), "--steps=2", "--retold=20", "--retold-steps=2", "--batch=4", "--samples=12"]
-        for out in outs
-    )
-    script(here)
-    subprocess.run([sys.executable, str(SCRIPT), *there], check=True, capture_output=True)
-    first, second = (
-        {file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()} for out in outs
-    )
-    assert len(first) == 8
-    assert first == second
-    assert first[Path("prompts.jsonl")] == (ASSETS / "prompts.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda folder: folder / "absent.txt", "No such file"),
-        (lambda folder: tiny_text(folder, stories=2), "2 complete stories; at least 3 are needed"),
-        (lambda folder: tiny_text(folder, sentences=2), "none of 2 stories has the 138 tokens"),
-    ],
-)
-def test_script_refuses_a_text_it_cannot_use(tmp_path, script, capsys, make, message):
-    with pytest.raises(SystemExit) as stop:
-        script([str(make(tmp_path)), "--out", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+@pytest.mark.records
+def test_the_scripts_make_models_of_this_form(tmp_path):
+    sentence = "Tom and his dog number {} went to the park to play with a ball. "
+    story = "".join(sentence.format(i) for i in range(20))
+    (tmp_path / "text.txt").write_text(f"{story}<|endoftext|>\n" * 3)
+    stories = ["make_story_model.py", "text.txt", "--steps=2", "--retold=20", "--retold-steps=2"]
+    stories += ["--batch=4", "--samples=12"]
+    mazes = ["make_maze_model.py", "--steps=2", "--batch=4", "--samples=2"]
+    for script, *arguments in (stories, mazes):
+        command = [sys.executable, ROOT / "scripts" / script, *arguments, "--out", "out"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "out" / "prompts.jsonl").read_bytes() == (ASSETS / "prompts.jsonl").read_bytes()
+    for model in ("story-lm", "maze-lm"):
+        made, shipped = ({file.name for file in (folder / model).iterdir()} for folder in (tmp_path / "out", ASSETS))
+        assert made == shipped
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / model)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nlgrpo.apps.convert import trl_options
-from nlgrpo.data import sources
+from nlgrpo.data import folders
 from nlgrpo.errors import UserError
 
 TRAINERS = {"GRPOTrainer": "grpo", "GRPOConfig": "grpo", "RLOOTrainer": "rloo", "RLOOConfig": "rloo"}
@@ -297,7 +297,7 @@ class Script:
             self.notes.append(f"{what} = {ast.unparse(call)} was not read")
             return {}
         split = values.pop("split", None) or split or "train"
-        if path.removesuffix(".gz").endswith(sources.SUFFIXES) and split != "train":
+        if path.removesuffix(".gz").endswith(folders.SUFFIXES) and split != "train":
             self.notes.append(f"data.split: {path} is read as a whole, not its split {split!r}; see data.limit")
             split = "train"
         found = {"dataset_name": path, "dataset_config": config, "dataset_train_split": split}

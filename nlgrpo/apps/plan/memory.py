@@ -16,7 +16,7 @@ from nlgrpo.apps.plan.sampling_memory import BY_OTHERS, ROUNDING
 from nlgrpo.apps.plan.workload import Uses, Workload
 
 # A C library keeps part of the memory that was freed for later use: a share of the temporary memory of a phase, and a
-# multiple of what one block keeps. Fitted to measured peaks of Linux with glibc (docs/experiments/plan-memory.md).
+# multiple of what one block keeps. Fitted to measured peaks of Linux with glibc (experiments/plan_memory/README.md).
 KEPT_SHARE = 0.1
 KEPT_BLOCKS = 2.0
 CODE = 60 * 2**20  # pages of libraries that a CPU run maps when it first uses them

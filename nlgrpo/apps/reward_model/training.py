@@ -8,7 +8,7 @@ On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli reward-model train
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,7 +242,7 @@ def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     table = Table(title=f"{after['pairs']} held-out pairs (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, shown in (
+    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
         ("log loss", lambda e: f"{e['log_loss']:.4f}"),
         ("Brier score", lambda e: f"{e['brier']:.4f}"),
@@ -250,6 +250,7 @@ def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
         ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
         ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
         ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
-    ):
+    ]
+    for name, shown in rows:
         table.add_row(name, shown(before), shown(after))
     return table
