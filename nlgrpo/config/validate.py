@@ -24,7 +24,6 @@ from nlgrpo.kernels.policy_loss import check_settings
 from nlgrpo.objectives import aggregation, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import secrets, user_code
-from nlgrpo.runtime.profiling import steps_of
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 ENVIRONMENT_DATA = ("shuffle", "limit", "chat_template_kwargs")  # what an environment takes of [data]
@@ -86,6 +85,8 @@ def shared_faults(config: Config | ScalarHeadConfig, steps: float = math.inf) ->
 
 def profile_faults(text: str, steps: float) -> list[str]:
     """List what is wrong with the steps to profile, of a run of ``steps``; inf: their number is not known yet."""
+    from nlgrpo.runtime.profiling import steps_of
+
     try:
         profiled = steps_of(text)
     except ValueError as error:

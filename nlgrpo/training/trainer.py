@@ -27,7 +27,6 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import host_memory
 from nlgrpo.runtime.device import MicroBatchLimit, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
-from nlgrpo.runtime.profiling import StepProfiler, steps_of
 from nlgrpo.runtime.seeding import deterministic_algorithms
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.phases import TimeLimits, phase
@@ -177,6 +176,8 @@ class Trainer(ABC):
 
     def train(self, stop: StopSignal, log: MetricsLogger) -> bool:
         """Take steps, from the current one to the last. Returns False if a signal stopped it, after a checkpoint."""
+        from nlgrpo.runtime.profiling import StepProfiler, steps_of
+
         train = self.config.train
         with StepProfiler(steps_of(train.profile), self.folder, self.ranks.rank) as profiler:
             for step in range(self.progress.step, self.steps):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.encoding import Retokenizer
 from nlgrpo.engine.chunked_decoding import ImplicitReward, Prefixes
 from nlgrpo.engine.guided_search import Value
+from nlgrpo.engine.guides import Retokenizer
 from nlgrpo.engine.rollouts.store import digest_of_model, digest_of_tokenizer, same_ids
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserError

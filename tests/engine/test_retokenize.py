@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from nlgrpo.data.encoding import Retokenizer
+from nlgrpo.engine.guides import Retokenizer
 from nlgrpo.model import hf_weights
 from nlgrpo.model.tokenizer import load_tokenizer
 
