@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.data.encoding import Retokenizer
+from nlgrpo.engine.guides import Retokenizer
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.reference_rollouts import ReferenceRollouts
 from nlgrpo.engine.rollouts.store import digest_of_tokenizer, same_ids

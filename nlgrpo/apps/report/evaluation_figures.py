@@ -208,7 +208,7 @@ def _scatter(
         look = looks[model]
         place = places.get(model, Place(""))
         at = x.value, scale * y.value
-        style = {"color": look.colour, "marker": look.marker, "linestyle": "none"}
+        style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": "none"}
         bars = axes.errorbar(*at, xerr=_reach(x), yerr=_reach(y, scale), **style, capsize=2, elinewidth=1, zorder=3)
         axes.plot([], [], **style, label=model)  # filled, for the legend
         if model in hollow:

@@ -200,7 +200,7 @@ def panels_of(count: int, columns: int, width: float, height: float) -> tuple[Fi
 
 def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) -> None:
     """Draw one legend under all panels; labels in ``order`` come first."""
-    named = {}
+    named: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         named.update(zip(labels, handles, strict=True))
@@ -436,7 +436,7 @@ LIGHT = ("#1f2328", "#ffffff", "#d8dee4")
 DARK = ("#e6edf3", "#161b22", "#30363d")
 
 
-def _theme(dark: bool) -> dict[str, Any]:
+def _theme(dark: bool) -> Any:
     ink, paper, line = DARK if dark else LIGHT
     texts = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor")
     papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
