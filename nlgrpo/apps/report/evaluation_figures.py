@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
