@@ -1,4 +1,4 @@
-"""Run a script of an experiment on a model of 32 words, in less than a minute: what its option ``--quick`` does.
+"""Run a script of an experiment on a model of 32 words, in about a minute: what its option ``--quick`` does.
 
 It shows that the script works. Its figures mean nothing.
 """
