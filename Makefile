@@ -37,7 +37,7 @@ test: $(VENV)/installed-test  ## the fast tests
 test-slow: $(VENV)/installed-test  ## tests marked slow: builds, many processes, or more than ten seconds
 	$(PYTEST) -m "slow and not records"
 
-# Not in CI: they take fifteen minutes. Run them by hand before a release.
+# Not in CI. Run them by hand before a release.
 test-records: $(VENV)/installed-test  ## quick runs of benchmarks, notebooks, experiments and the GPU kit
 	$(PYTEST) -m records
 

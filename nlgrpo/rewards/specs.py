@@ -118,7 +118,8 @@ def _part(value: Any, device: str | torch.device) -> Any:
 def _as_classifier(target: str, arguments: dict[str, Any], device: str | torch.device) -> tuple[str, dict[str, Any]]:
     """Rewrite a model folder to ``classifier(path=...)``, and add the device of classifiers."""
     if target not in REWARDS and os.path.isfile(Path(os.path.expanduser(target)) / "config.json"):
-        target, arguments = "classifier", {"path": target, **arguments}
+        arguments = {"path": target, **arguments}
+        target = "classifier"
     on_device = target in ("classifier", "ensemble")
     return target, {"device": str(device), **arguments} if on_device else arguments
 
