@@ -1,7 +1,7 @@
 """Fixtures of reports: a browser, and figures that are built but not rendered."""
 
-import browser
 import pytest
+from support import browser
 from support.reports import picture_without_drawing
 
 from nlgrpo.apps.report import figures

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import EOS, tiny_model
+from support.helpers import EOS, tiny_model
 from test_guided_search import TextValue
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

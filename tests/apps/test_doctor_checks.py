@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from support.helpers import REPOSITORY
 
 from nlgrpo import kernels
 from nlgrpo.apps.doctor import (

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, environment, fork_ranks, tiny_model
+from support.helpers import REPOSITORY, environment, fork_ranks, tiny_model
 
 import nlgrpo
 from nlgrpo import cli, errors, train

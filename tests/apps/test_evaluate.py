@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import fork_ranks, tiny_model
+from support.helpers import fork_ranks, tiny_model
 from transformers import AutoModelForCausalLM
 
 from nlgrpo import cli, train

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from helpers import REPOSITORY, tiny_model
 from packaging.version import Version
 from peft import LoraConfig
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from support.helpers import REPOSITORY, tiny_model
 from transformers import TrainingArguments, get_scheduler
 from trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, ModelConfig, RLOOConfig, RLOOTrainer
 from trl.scripts.grpo import GRPOScriptArguments

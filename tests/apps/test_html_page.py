@@ -7,9 +7,9 @@ import math
 import os
 import shutil
 
-import browser
 import jinja2
 import pytest
+from support import browser
 from support.reports import EVIL, PICTURES, make_run, read_page, sampled
 
 from nlgrpo.apps.report import figures, page, run_loader

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EOS, Forked, tiny_model
+from support.helpers import EOS, Forked, tiny_model
 from transformers import AutoTokenizer
 
 from nlgrpo import cli, inference

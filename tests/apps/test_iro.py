@@ -7,9 +7,9 @@ import signal
 
 import pytest
 import torch
-from helpers import EOS, Job, fork_ranks, run_all, tiny_model
 from rich.console import Console
 from safetensors.torch import load_file
+from support.helpers import EOS, Job, fork_ranks, run_all, tiny_model
 from transformers import AutoTokenizer
 
 from nlgrpo import cli

@@ -11,8 +11,8 @@ import time
 import urllib.error
 import urllib.request
 
-import browser
 import pytest
+from support import browser
 
 from nlgrpo.apps.report.live_report import LiveReport, server
 

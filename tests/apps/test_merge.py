@@ -6,8 +6,8 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import tiny_model
 from safetensors.torch import load_file, save_file
+from support.helpers import tiny_model
 
 from nlgrpo import cli
 from nlgrpo.model import adapters, decoder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Job, counted_sums, full_tensors, run_all, run_ranks, tiny_model
+from support.helpers import Job, counted_sums, full_tensors, run_all, run_ranks, tiny_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Job, fork_ranks, run_all, tiny_model
 from rich.console import Console
+from support.helpers import Job, fork_ranks, run_all, tiny_model
 from transformers import AutoModelForCausalLM
 
 from nlgrpo import cli

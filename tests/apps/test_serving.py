@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 import torch
-from helpers import EOS, Forked, environment, tiny_model
+from support.helpers import EOS, Forked, environment, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import environment, tiny_model
+from support.helpers import environment, tiny_model
 
 from nlgrpo import cli
 from nlgrpo.apps.sweep import grid, launchers, runner, sweep

@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-import fake_slurm
 import pytest
-from helpers import environment
+from support import fake_slurm
+from support.helpers import environment
 from test_sweep import EVALUATION, FAKE
 
 from nlgrpo import cli

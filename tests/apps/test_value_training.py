@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from helpers import EOS, Job, counted_sums, full_tensors, run_all, run_ranks, tiny_model
+from support.helpers import EOS, Job, counted_sums, full_tensors, run_all, run_ranks, tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from support.helpers import run_ranks
 
 from nlgrpo.calibration.ecdf import ECDF
 

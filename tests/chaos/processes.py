@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from helpers import children
+from support.helpers import children
 
 PR_SET_CHILD_SUBREAPER = 36
 

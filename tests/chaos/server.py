@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from http_server import JsonServer
+from support.http_server import JsonServer
 
 from chaos.processes import Forked
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from common import machine, save
-from helpers import training_folder
+from support.helpers import training_folder
 
 from chaos import __main__, commands, processes
 from chaos.injection import Outcome, Workload, inject, undisturbed

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import REPOSITORY
+from support.helpers import REPOSITORY
 
 from nlgrpo import cli
 from nlgrpo.config import command_line

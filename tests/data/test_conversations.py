@@ -4,7 +4,7 @@ import json
 
 import datasets
 import pytest
-from chat_model import chat_tokenizer, template
+from support.chat_model import chat_tokenizer, template
 from support.prompts import write_lines
 
 from nlgrpo.data.conversations import ChatOptions, answered, is_continued, load_tools

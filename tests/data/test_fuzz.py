@@ -10,9 +10,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_model
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.helpers import tiny_model
 
 from nlgrpo.data import sources
 from nlgrpo.data.encoding import decode

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from helpers import BOS, EOS, WORDS, tiny_model
+from support.helpers import BOS, EOS, WORDS, tiny_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from chat_model import chat_model, chat_tokenizer, template
-from helpers import run_ranks
+from support.chat_model import chat_model, chat_tokenizer, template
+from support.helpers import run_ranks
 
 from nlgrpo.config.schema import EnvironmentConfig
 from nlgrpo.engine import generate, logprobs

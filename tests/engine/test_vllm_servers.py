@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_vllm import ONE, PROMPTS, SAMPLING, SOURCE, FakeVLLM, change, connect, gap
-from helpers import run_ranks
+from support.fake_vllm import ONE, PROMPTS, SAMPLING, SOURCE, FakeVLLM, change, connect, gap
+from support.helpers import run_ranks
 
 from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, frozen, servers, vllm_http

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-from fake_vllm import PROMPTS, SAMPLING, SOURCE, FakeVLLM, FakeWorker, change, connect, gap
-from helpers import run_ranks
+from support.fake_vllm import PROMPTS, SAMPLING, SOURCE, FakeVLLM, FakeWorker, change, connect, gap
+from support.helpers import run_ranks
 
 from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, servers, vllm_http

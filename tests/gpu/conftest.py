@@ -8,7 +8,7 @@ well, but say nothing about the kernels of a GPU.
 
 import pytest
 import torch
-from fake_cuda import on_fake_cuda
+from support.fake_cuda import on_fake_cuda
 from support.random_models import CASES, random_model
 
 HERE = torch.cuda.is_available()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import on_fake_cuda, training_on_fake_cuda
-from helpers import WORDS, tiny_model
 from support import random_models
+from support.fake_cuda import on_fake_cuda, training_on_fake_cuda
+from support.helpers import WORDS, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,

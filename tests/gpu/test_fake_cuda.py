@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_cuda import fake_cuda, on_fake_cuda
+from support.fake_cuda import fake_cuda, on_fake_cuda
 
 from nlgrpo.model.attention import takes_fewer_key_heads
 

@@ -7,7 +7,7 @@ however fast the GPU is.
 import pytest
 import torch
 import transformers
-from fake_cuda import on_fake_cuda
+from support.fake_cuda import on_fake_cuda
 
 from nlgrpo.apps.plan import decoding_time
 from nlgrpo.engine.backends import NativeEngine

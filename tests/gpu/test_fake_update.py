@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from fake_cuda import on_fake_cuda
-from helpers import random_rollout
+from support.fake_cuda import on_fake_cuda
+from support.helpers import random_rollout
 
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.model import adapters, decoder, lora

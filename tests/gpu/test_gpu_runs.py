@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import tiny_model
 from precision import check, error
+from support.helpers import tiny_model
 
 from nlgrpo import train
 from nlgrpo.kernels import linear_logprob

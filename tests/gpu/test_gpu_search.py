@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import tiny_model
 from precision import FLOAT32, check
+from support.helpers import tiny_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
 from nlgrpo.engine import transformers_backend

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import random_rollout
 from precision import check
+from support.helpers import random_rollout
 
 from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, OptimConfig
 from nlgrpo.model import adapters, decoder, lora

@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers import run_ranks, tiny_model
+from support.helpers import run_ranks, tiny_model
 from support.trl_truths import M, of_aggregate, with_absent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer

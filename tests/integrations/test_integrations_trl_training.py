@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from helpers import tiny_model
+from support.helpers import tiny_model
 from support.trl_truths import PAIRWISE, TRUTH, M, numbers, of_aggregate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer

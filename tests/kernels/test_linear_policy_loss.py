@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from helpers import run_ranks
 from support.head_ops import (
     IGNORE,
     ROWS,
@@ -14,6 +13,7 @@ from support.head_ops import (
     largest_allocation,
     truncation,
 )
+from support.helpers import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import tiny_model
+from support.helpers import tiny_model
 from support.updates import (
     CASES,
     LIMIT,

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from helpers import REPOSITORY, as_exported
 from safetensors.torch import load_file, save_file
+from support.helpers import REPOSITORY, as_exported
 from support.random_models import CASES, LENGTHS, random_model, their_logits, tokens_for
 from torch._dynamo.utils import counters
 

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from helpers import full_tensors, run_ranks, tiny_model
 from safetensors.torch import load_file
+from support.helpers import full_tensors, run_ranks, tiny_model
 from support.random_models import CASES, random_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -8,8 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import run_ranks
 from safetensors.torch import load_file, save_file
+from support.helpers import run_ranks
 from support.random_models import CASES, LENGTHS, random_model, their_logits, tokens_for
 
 from nlgrpo.engine.generation import generate

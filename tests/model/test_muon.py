@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import full_tensors, run_ranks
 from support import random_models
+from support.helpers import full_tensors, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 

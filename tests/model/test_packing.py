@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import WORDS, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.helpers import WORDS, tiny_model
 
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import decoder

@@ -8,8 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import tiny_model
 from safetensors.torch import load_file, save_file
+from support.helpers import tiny_model
 from support.random_models import LENGTHS, random_model, their_logits, tokens_for
 from transformers import AutoTokenizer
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from helpers import tiny_model
 from safetensors.torch import load_file, save_file
+from support.helpers import tiny_model
 from support.random_models import CASES, random_model
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

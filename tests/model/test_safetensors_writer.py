@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 import safetensors.torch
 import torch
-from helpers import Forked
 from safetensors.torch import load_file, save_file
+from support.helpers import Forked
 
 from nlgrpo.model import safetensors_writer
 from nlgrpo.model.hf_weights import Checkpoint

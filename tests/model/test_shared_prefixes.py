@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import as_exported, run_ranks
+from support.helpers import as_exported, run_ranks
 from support.random_models import CASES, random_model
 
 from nlgrpo.kernels import Segments, linear_logprob, packed_attention_torch

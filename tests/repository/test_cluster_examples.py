@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 
-import fake_slurm
 import pytest
 import yaml
-from helpers import REPOSITORY, environment
+from support import fake_slurm
+from support.helpers import REPOSITORY, environment
 
 from nlgrpo.training.tracking.run_files import read_jsonl
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import yaml
-from helpers import REPOSITORY
+from support.helpers import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (REPOSITORY / "Makefile").read_text("utf-8")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import REPOSITORY, tiny_model
 from safetensors.torch import save_file
+from support.helpers import REPOSITORY, tiny_model
 
 from nlgrpo import cli
 from nlgrpo.apps.report import figures

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPOSITORY, environment, tiny_model
+from support.helpers import REPOSITORY, environment, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

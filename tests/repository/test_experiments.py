@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
+from support.helpers import REPOSITORY
 
 FOLDER = REPOSITORY / "experiments"
 TABLE = FOLDER / "README.md"

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import torch
 import transformers
-from helpers import REPOSITORY, tiny_config, tiny_model
+from support.helpers import REPOSITORY, tiny_config, tiny_model
 
 from nlgrpo import train
 from nlgrpo.apps.plan import memory, table

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import REPOSITORY
+from support.helpers import REPOSITORY
 
 from experiments.mazes import maze_curves, maze_record
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation

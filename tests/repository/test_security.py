@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import REPOSITORY, tiny_model
+from support.helpers import REPOSITORY, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.rewards.specs import load_reward

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import environment
+from support.helpers import environment
 
 from nlgrpo.rewards.reward_functions import Reward, RewardError, check_columns, score
 from nlgrpo.rewards.specs import load_reward

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from helpers import tiny_model
-from http_server import JsonServer
+from support.helpers import tiny_model
+from support.http_server import JsonServer
 
 from nlgrpo.rewards.reward_functions import RewardError, check_columns, score
 from nlgrpo.rewards.specs import load_reward

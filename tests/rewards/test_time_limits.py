@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from helpers import environment
+from support.helpers import environment
 from user_rewards import swallows
 
 from nlgrpo.rewards.composite import Gated, Weighted

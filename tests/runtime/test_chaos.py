@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chaos import library
-from helpers import REPOSITORY, environment
+from support.helpers import REPOSITORY, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="faults are injected on Linux only")]
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from support.helpers import run_ranks
 from test_checkpoint import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch.distributed.fsdp import fully_shard
 

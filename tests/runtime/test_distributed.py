@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import counted_sums, full_tensors, random_rollout, run_ranks, tiny_model
+from support.helpers import counted_sums, full_tensors, random_rollout, run_ranks, tiny_model
 
 from nlgrpo.config.schema import Config, CriticConfig, LossConfig, ModelConfig, OfflineConfig, OptimConfig
 from nlgrpo.engine import cascade_sampling, generation, guided_search

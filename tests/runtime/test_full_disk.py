@@ -11,7 +11,7 @@ import resource
 from contextlib import contextmanager
 
 import pytest
-from helpers import Job, run_all, tiny_model
+from support.helpers import Job, run_all, tiny_model
 from support.reports import make_run
 from test_checkpoint import load, make, names, save, train
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import children
+from support.helpers import children
 
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 

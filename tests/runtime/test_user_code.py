@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, environment
+from support.helpers import REPOSITORY, environment
 
 from nlgrpo.rewards import builtin
 from nlgrpo.runtime import user_code

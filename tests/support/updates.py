@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from helpers import as_exported, random_rollout
+from support.helpers import as_exported, random_rollout
 
 from nlgrpo.config.schema import LossConfig, OptimConfig
 from nlgrpo.model import decoder

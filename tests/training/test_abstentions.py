@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import fork_ranks, training_folder
+from support.helpers import fork_ranks, training_folder
 from support.runs import arguments
 
 from nlgrpo import train

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from chat_model import chat_model
-from helpers import tiny_model
+from support.chat_model import chat_model
+from support.helpers import tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.apps.respond.options import ResponderOptions

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from helpers import random_rollout, tiny_model
+from support.helpers import random_rollout, tiny_model
 
 from nlgrpo import train
 from nlgrpo.config import schema, validate

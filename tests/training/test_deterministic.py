@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from helpers import training_folder
+from support.helpers import training_folder
 
 from nlgrpo import train
 from nlgrpo.config.schema import Config, LossConfig, RolloutConfig, TrainConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import fork_ranks, training_folder
 from safetensors.torch import load_file
+from support.helpers import fork_ranks, training_folder
 from support.runs import arguments, same, steps_in, untimed, weights
 
 from nlgrpo import train

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import verifiers_environments
-from chat_model import chat_model
-from helpers import Job, fork_ranks, run_all
+from support.chat_model import chat_model
+from support.helpers import Job, fork_ranks, run_all
 
 from nlgrpo import train
 from nlgrpo.config.schema import LossConfig, OptimConfig

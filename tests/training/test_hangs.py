@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chaos import commands
-from helpers import Forked, training_folder
+from support.helpers import Forked, training_folder
 from support.runs import arguments, same, steps_in
 
 from nlgrpo import train

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import as_exported, random_rollout, tiny_model
+from support.helpers import as_exported, random_rollout, tiny_model
 from support.updates import (
     CASES,
     EPS,

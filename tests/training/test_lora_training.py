@@ -9,8 +9,8 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import Job, run_all, tiny_model
 from safetensors.torch import load_file
+from support.helpers import Job, run_all, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.model import decoder, lora, reward_model

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import WORDS, fork_ranks, random_rollout, tiny_model
+from support.helpers import WORDS, fork_ranks, random_rollout, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.apps.report import figures

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from helpers import tiny_model
+from support.helpers import tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.runtime.profiling import steps_of

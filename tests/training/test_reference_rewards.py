@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import WORDS, tiny_model
+from support.helpers import WORDS, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.calibration.transforms import parse_transform

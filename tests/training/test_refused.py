@@ -7,8 +7,8 @@ import signal
 
 import pytest
 import torch
-from helpers import WORDS, fork_ranks, tiny_model
 from safetensors.torch import load_file, save_file
+from support.helpers import WORDS, fork_ranks, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.config.schema import OptimConfig

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chat_model import chat_model, chat_tokenizer
-from helpers import tiny_model
 from safetensors.torch import load_file, save_file
+from support.chat_model import chat_model, chat_tokenizer
+from support.helpers import tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.config.comparing import differences

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import training_folder
+from support.helpers import training_folder
 from support.runs import arguments
 
 from nlgrpo import train

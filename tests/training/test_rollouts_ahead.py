@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_vllm import FakeVLLM
-from helpers import run_ranks
+from support.fake_vllm import FakeVLLM
+from support.helpers import run_ranks
 
 from nlgrpo import train
 from nlgrpo.config import validate

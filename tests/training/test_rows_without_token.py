@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import WORDS, run_ranks, tiny_model
 from safetensors.torch import load_file, save_file
+from support.helpers import WORDS, run_ranks, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.engine import transformers_backend

@@ -12,8 +12,8 @@ import threading
 import time
 import types
 
-import browser
 import pytest
+from support import browser
 
 from nlgrpo import train
 from nlgrpo.config.comparing import flat

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from chaos import commands
-from helpers import Forked, Job, environment, fork_ranks, run_all, tiny_model
 from support import random_models
+from support.helpers import Forked, Job, environment, fork_ranks, run_all, tiny_model
 from support.runs import arguments, assert_same_curve, same, steps_in, untimed, weights
 from transformers import AutoTokenizer
 

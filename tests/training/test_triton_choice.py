@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from helpers import REPOSITORY, random_rollout, tiny_model
+from support.helpers import REPOSITORY, random_rollout, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nlgrpo import train

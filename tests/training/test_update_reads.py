@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model
+from support.helpers import tiny_model
 from support.updates import LIMIT, M, P, make_learner, make_rollout, some_advantages, update
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from fake_vllm import gap
 from safetensors.torch import load_file
+from support.fake_vllm import gap
 from transformers import AutoModelForCausalLM
 
 from nlgrpo.config.schema import VLLMConfig

@@ -26,8 +26,8 @@ Read `device.py` first. `emulated.py` has the ops that PyTorch has only on a GPU
 `machine.py` the patches and the process.
 """
 
-from fake_cuda.counting import Counts
-from fake_cuda.device import CudaTensor, FakeCuda
-from fake_cuda.machine import fake_cuda, on_fake_cuda, training_on_fake_cuda
+from support.fake_cuda.counting import Counts
+from support.fake_cuda.device import CudaTensor, FakeCuda
+from support.fake_cuda.machine import fake_cuda, on_fake_cuda, training_on_fake_cuda
 
 __all__ = ["Counts", "CudaTensor", "FakeCuda", "fake_cuda", "on_fake_cuda", "training_on_fake_cuda"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 HERE = str(Path(__file__).resolve().parent)
-REPOSITORY = str(Path(__file__).resolve().parents[2])
+REPOSITORY = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(eq=False)

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 import torch._dynamo.eval_frame
+from support.fake_cuda.counting import Counts, place
+from support.fake_cuda.emulated import IMPLEMENTATIONS
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-
-from fake_cuda.counting import Counts, place
-from fake_cuda.emulated import IMPLEMENTATIONS
 
 DEVICE = torch.device("cuda", 0)
 NAMESPACES = ("aten", "prim", "prims")  # of the ops that are no custom ops

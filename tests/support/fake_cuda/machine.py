@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Forked
-
-from fake_cuda.device import DEVICE, CudaTensor, FakeCuda, entered
+from support.fake_cuda.device import DEVICE, CudaTensor, FakeCuda, entered
+from support.helpers import Forked
 
 MEMORY = 80 * 10**9
 NAME = "NVIDIA H100 80GB HBM3"

@@ -31,7 +31,7 @@ from nlgrpo.apps.report import report
 from nlgrpo.engine.generation import Rollout
 from nlgrpo.model import decoder, hf_weights
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(28))]
 BOS, EOS = 1, 2
 

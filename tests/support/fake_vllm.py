@@ -21,7 +21,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.runtime.distributed import Ranks
 
-SOURCE = Path(__file__).parents[1] / "nlgrpo" / "data" / "assets" / "story-lm"
+SOURCE = Path(__file__).parents[2] / "nlgrpo" / "data" / "assets" / "story-lm"
 ONE = Ranks(0, 1, torch.device("cpu"))
 PROMPTS = [[1, 50, 60, 70], [1, 80], [1, 90, 91], [1, 100]]
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
