@@ -45,12 +45,18 @@ class Ngrams:
         return torch.cat([self._group(rows[i : i + samples]) for i in range(0, len(rows), samples)])
 
     def _group(self, rows: Sequence[Sequence[Hashable]]) -> Tensor:
-        ngrams = [Counter(tuple(row[i : i + self.n]) for i in range(max(1, len(row) - self.n + 1))) for row in rows]
-        column = {ngram: i for i, ngram in enumerate(dict.fromkeys(ngram for counts in ngrams for ngram in counts))}
-        counts = torch.zeros(len(rows), len(column), dtype=torch.float64)
-        for row, counter in enumerate(ngrams):
-            values = torch.tensor(list(counter.values()), dtype=torch.float64)
-            counts[row, [column[ngram] for ngram in counter]] = values
+        counters = []
+        columns: dict[tuple[Hashable, ...], int] = {}
+        for row in rows:
+            starts = range(max(1, len(row) - self.n + 1))
+            counter = Counter(tuple(row[i : i + self.n]) for i in starts)
+            for ngram in counter:
+                columns.setdefault(ngram, len(columns))
+            counters.append(counter)
+        counts = torch.zeros(len(rows), len(columns), dtype=torch.float64)
+        for number, counter in enumerate(counters):
+            occupied = [columns[ngram] for ngram in counter]
+            counts[number, occupied] = torch.tensor(list(counter.values()), dtype=torch.float64)
         unit = counts / counts.norm(dim=1, keepdim=True)
         return unit @ unit.T
 
@@ -94,8 +100,15 @@ class Equal:
 
     def __call__(self, completions: Sequence[Any], samples: int, **_: Any) -> list[list[float] | None]:
         keys = [self._key(text_of(completion)) for completion in completions]
-        groups = [keys[i : i + samples] for i in range(0, len(keys), samples)]
-        return [None if key is None else [float(key == other) for other in group] for group in groups for key in group]
+        rows: list[list[float] | None] = []
+        for number, key in enumerate(keys):
+            if key is None:
+                rows.append(None)
+                continue
+            begin = number - number % samples
+            group = keys[begin : begin + samples]
+            rows.append([float(key == other) for other in group])
+        return rows
 
     def _key(self, text: str) -> str | None:
         if self.pattern is None:

@@ -30,8 +30,14 @@ class WorkQueue:
 
     def missing(self, pieces: Sequence[Item], there: Callable[[Item], bool]) -> list[Item]:
         """Return the pieces for which ``there`` is false, on every rank; each rank checks its share. Collective."""
-        mine = [i for i in range(self.ranks.rank, len(pieces), self.ranks.world) if not there(pieces[i])]
-        return [pieces[i] for i in sorted(i for part in self.ranks.gather_objects(mine) for i in part)]
+        mine = []
+        for number in range(self.ranks.rank, len(pieces), self.ranks.world):
+            if not there(pieces[number]):
+                mine.append(number)
+        missing: list[int] = []
+        for numbers in self.ranks.gather_objects(mine):
+            missing += numbers
+        return [pieces[number] for number in sorted(missing)]
 
     def work(self, what: str, missing: Sequence[Item], do: Callable[[Item], object]) -> bool:
         """Call ``do`` for each missing piece, one piece per rank at a time. Collective.

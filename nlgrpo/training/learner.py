@@ -45,14 +45,31 @@ def _groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     if optim.algorithm == "muon" and isinstance(model, Decoder):
         from nlgrpo.model.muon import block_matrices
 
-        own = {key: getattr(optim, key) for key in ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")}
+        settings = {
+            "weight_decay": optim.weight_decay,
+            "momentum": optim.momentum,
+            "nesterov": optim.nesterov,
+            "ns_steps": optim.ns_steps,
+            "adjust_lr_fn": optim.adjust_lr_fn,
+        }
         for group in block_matrices(model):
-            groups.append(group | own)
-            taken |= {id(parameter) for parameter in group["params"]}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    groups.append({"params": [p for p in others if p.dim() > 1], "weight_decay": optim.weight_decay})
-    groups.append({"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]  # adapters have no vectors
+            groups.append(group | settings)
+            for parameter in group["params"]:
+                taken.add(id(parameter))
+    matrices = []
+    vectors = []  # norms and biases
+    for parameter in model.parameters():
+        if not parameter.requires_grad or id(parameter) in taken:
+            continue
+        if parameter.dim() > 1:
+            matrices.append(parameter)
+        else:
+            vectors.append(parameter)
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": optim.weight_decay})
+    if vectors:  # adapters have none
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return groups
 
 
 @dataclass

@@ -13,14 +13,16 @@ from nlgrpo.engine.guided_search import Candidate
 
 def as_rollout(prompt_ids: Sequence[Sequence[int]], found: Sequence[Sequence[Candidate]]) -> Rollout:
     """Convert candidates to a rollout. Each is repeated ``places`` times, which gives U completions per prompt."""
-    rows = [[candidate for candidate in candidates for _ in range(candidate.places)] for candidates in found]
-    flat = [candidate for row in rows for candidate in row]
-    samples = len(rows[0])
-    rollout = padded(prompt_ids, [candidate.tokens for candidate in flat], samples)
-    for row, candidate in zip(rollout.logprobs.flatten(0, 1), flat, strict=True):
-        row[: len(candidate.tokens)] = torch.tensor(candidate.logprobs)
-    finished = torch.tensor([candidate.finished for candidate in flat]).view(-1, samples)
-    return replace(rollout, finished=finished)
+    completions: list[Candidate] = []
+    for candidates in found:
+        for candidate in candidates:
+            completions += [candidate] * candidate.places
+    samples = len(completions) // len(found)
+    rollout = padded(prompt_ids, [completion.tokens for completion in completions], samples)
+    for row, completion in zip(rollout.logprobs.flatten(0, 1), completions, strict=True):
+        row[: len(completion.tokens)] = torch.tensor(completion.logprobs)
+    finished = torch.tensor([completion.finished for completion in completions])
+    return replace(rollout, finished=finished.view(-1, samples))
 
 
 def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], samples: int) -> Rollout:
@@ -37,12 +39,11 @@ def padded(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Sequence[i
 
 def as_candidates(rollout: Rollout) -> list[list[Candidate]]:
     """Convert the completions of each prompt to candidates."""
-    rows = zip(
-        rollout.completion_ids(),
-        rollout.logprobs.flatten(0, 1).tolist(),
-        rollout.finished.flatten().tolist(),
-        strict=True,
-    )
-    flat = [Candidate(tuple(ids), finished, logprobs=tuple(logprobs[: len(ids)])) for ids, logprobs, finished in rows]
+    completions = rollout.completion_ids()
+    logprobs = rollout.logprobs.flatten(0, 1).tolist()
+    finished = rollout.finished.flatten().tolist()
+    candidates = []
+    for ids, values, ended in zip(completions, logprobs, finished, strict=True):
+        candidates.append(Candidate(tuple(ids), ended, logprobs=tuple(values[: len(ids)])))
     samples = rollout.tokens.shape[1]
-    return [flat[i : i + samples] for i in range(0, len(flat), samples)]
+    return [candidates[i : i + samples] for i in range(0, len(candidates), samples)]
