@@ -53,7 +53,7 @@ def estimate(work: Workload) -> Memory:
     host |= vllm_memory.on_host(work)
     persistent = sampling_memory.persistent(work)
     phases = {"load": _load(work)} | _completions(work)
-    if work.passes:
+    if work.scores:
         phases["scoring"] = _scoring(work)
     phases["update"] = update.largest_moment(work)
     phases["optimizer step"] = update.state(work, gradients=True)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from nlgrpo.apps.plan.workload import Uses, Workload
-from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
@@ -78,17 +77,6 @@ def cache_per_token(work: Workload) -> float:
     """Bytes that a token needs in the KV cache of each rank of an engine."""
     shape = work.shape
     return _part(work, 2 * shape.kv_heads * shape.head_dim * shape.layers)
-
-
-def rows(work: Workload) -> int:
-    """Completions of full length that an engine decodes together: as many as its KV cache holds, or max_rows."""
-    rollout = work.config.rollout
-    most = ROWS if rollout.max_rows is None else rollout.max_rows
-    if not work.gpu_memory:
-        return most
-    tokens = max(0.0, share(work) - weights(work)) / cache_per_token(work)
-    each = work.prompt / rollout.samples + work.columns  # a prompt is stored once for all its completions
-    return max(1, min(most, int(tokens / each)))
 
 
 def fault(work: Workload) -> str:
