@@ -140,7 +140,9 @@ class Workload:
         prompts = max(1, self.config.rollout.prompts // self.world)
         loss = self.config.loss
         offline = self.config.offline
-        sets = self.config.rollout.samples // offline.n if loss.offline else 1
+        if not loss.offline:
+            return prompts * self.samples
+        sets = self.config.rollout.samples // offline.n
         if loss.paired and offline.rejected == "all":
             sets *= offline.n * (offline.n - 1) // 2
         return prompts * sets * self.samples
