@@ -197,6 +197,16 @@ def test_what_the_settings_change():
     assert plain.peak == max(plain.total(phase) for phase in plain.phases)
 
 
+def test_a_cpu_keeps_the_memory_of_gathered_models():
+    """Of the policy for sampling, unless servers sample, and of the reference; each is whole, in float32."""
+    servers = {"rollout__engine": "vllm", "vllm__servers": ("http://a:8000",)}
+    both = memory.estimate(workload(world=2)).overhead["update"]
+    policy = memory.estimate(workload(world=2, loss__beta=0.0)).overhead["update"]
+    neither = memory.estimate(workload(world=2, loss__beta=0.0, **servers)).overhead["update"]
+    assert both - policy == 4 * LLAMA.parameters
+    assert policy - neither == 4 * LLAMA.parameters
+
+
 @pytest.mark.parametrize(
     ("changes", "scored"),
     [
