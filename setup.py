@@ -119,7 +119,6 @@ setup(
         "nlgrpo": ["py.typed"],
         "nlgrpo.kernels": ["py.typed"],
         "nlgrpo.data": ["assets/**/*"],
-        "nlgrpo.apps.plan": ["measured.json"],
         "nlgrpo.apps.report": ["templates/*"],
     },
     ext_modules=[] if WANTED == "0" else [extension],

@@ -82,7 +82,7 @@ COMMANDS = {
     ),
     "plan": (
         "nlgrpo.apps.plan.plan:main",
-        "Estimate memory and time on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
+        "Estimate memory on GPUs that are not here: nlgrpo plan my.toml --gpus 8 --gpu h100",
     ),
     "push": (
         "nlgrpo.apps.report.commands:push",

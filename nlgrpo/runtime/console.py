@@ -1,4 +1,4 @@
-"""Tables of names and texts, in which every command prints its plan, and sizes and durations."""
+"""Tables of names and texts, in which every command prints its plan, and sizes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,3 @@ def size(number: float) -> str:
             return f"{number:.0f} {unit}" if unit in ("B", "KiB") else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration with three digits, such as "5.25 s" or "12.3 ms"."""
-    if seconds < 0.1:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

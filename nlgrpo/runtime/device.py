@@ -55,38 +55,33 @@ class GPU:
     """Limits of a GPU.
 
     ``memory``: bytes that PyTorch reports, less than the nominal size. ``flops``: dense bfloat16 operations per second,
-    accumulated in float32. ``bandwidth``: bytes per second of the memory. ``link``: bytes per second that the GPU sends
-    to others of its node (NVLink or PCIe, one direction). ``network``: the same to other nodes, by the usual network
-    of such nodes. ``host``: bytes per second to the memory of the host (PCIe, one direction). ``device``: regular
-    expression of the name by the driver, without "NVIDIA ".
+    accumulated in float32. ``bandwidth``: bytes per second of the memory. ``device``: regular expression of the name by
+    the driver, without "NVIDIA ".
     """
 
     memory: float
     flops: float
     bandwidth: float
-    link: float
-    network: float
-    host: float
     device: str
 
 
 GPUS: dict[str, GPU] = {
-    "a100-40gb": GPU(39.4 * GIB, 312e12, 1.555e12, 300e9, 25e9, 32e9, r"A100.*40GB"),
-    "a100": GPU(79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, 32e9, r"A100-SXM4?-80GB"),
-    "a100-pcie": GPU(79.1 * GIB, 312e12, 1.935e12, 32e9, 12.5e9, 32e9, r"A100 80GB PCIe"),
-    "h100": GPU(79.1 * GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9, r"H100( 80GB HBM3e?)?"),
-    "h100-pcie": GPU(79.1 * GIB, 756e12, 2.0e12, 64e9, 12.5e9, 64e9, r"H100 PCIe"),
-    "h100-nvl": GPU(93.0 * GIB, 835e12, 3.9e12, 64e9, 12.5e9, 64e9, r"H100 NVL"),
-    "h200": GPU(139.8 * GIB, 989e12, 4.8e12, 450e9, 50e9, 64e9, r"H200"),
-    "h200-nvl": GPU(139.8 * GIB, 835e12, 4.8e12, 64e9, 12.5e9, 64e9, r"H200 NVL"),
-    "b200": GPU(178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, 64e9, r"B200"),
-    "l4": GPU(22.0 * GIB, 121e12, 0.3e12, 32e9, 3e9, 32e9, r"L4"),
-    "l40s": GPU(44.4 * GIB, 362e12, 0.864e12, 32e9, 6e9, 32e9, r"L40S"),
-    "a10": GPU(22.0 * GIB, 125e12, 0.6e12, 32e9, 3e9, 32e9, r"A10"),
-    "a10g": GPU(22.0 * GIB, 70e12, 0.6e12, 32e9, 3e9, 32e9, r"A10G"),
-    "rtx3090": GPU(23.6 * GIB, 71e12, 0.936e12, 32e9, 1e9, 32e9, r"(GeForce )?RTX 3090"),
-    "rtx4090": GPU(23.6 * GIB, 165e12, 1.008e12, 32e9, 1e9, 32e9, r"(GeForce )?RTX 4090"),
-    "rtx5090": GPU(31.3 * GIB, 209e12, 1.792e12, 64e9, 1e9, 64e9, r"(GeForce )?RTX 5090"),
+    "a100-40gb": GPU(39.4 * GIB, 312e12, 1.555e12, r"A100.*40GB"),
+    "a100": GPU(79.1 * GIB, 312e12, 2.039e12, r"A100-SXM4?-80GB"),
+    "a100-pcie": GPU(79.1 * GIB, 312e12, 1.935e12, r"A100 80GB PCIe"),
+    "h100": GPU(79.1 * GIB, 989e12, 3.35e12, r"H100( 80GB HBM3e?)?"),
+    "h100-pcie": GPU(79.1 * GIB, 756e12, 2.0e12, r"H100 PCIe"),
+    "h100-nvl": GPU(93.0 * GIB, 835e12, 3.9e12, r"H100 NVL"),
+    "h200": GPU(139.8 * GIB, 989e12, 4.8e12, r"H200"),
+    "h200-nvl": GPU(139.8 * GIB, 835e12, 4.8e12, r"H200 NVL"),
+    "b200": GPU(178.3 * GIB, 2250e12, 8.0e12, r"B200"),
+    "l4": GPU(22.0 * GIB, 121e12, 0.3e12, r"L4"),
+    "l40s": GPU(44.4 * GIB, 362e12, 0.864e12, r"L40S"),
+    "a10": GPU(22.0 * GIB, 125e12, 0.6e12, r"A10"),
+    "a10g": GPU(22.0 * GIB, 70e12, 0.6e12, r"A10G"),
+    "rtx3090": GPU(23.6 * GIB, 71e12, 0.936e12, r"(GeForce )?RTX 3090"),
+    "rtx4090": GPU(23.6 * GIB, 165e12, 1.008e12, r"(GeForce )?RTX 4090"),
+    "rtx5090": GPU(31.3 * GIB, 209e12, 1.792e12, r"(GeForce )?RTX 5090"),
 }
 
 

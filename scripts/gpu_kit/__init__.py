@@ -7,8 +7,9 @@
     machine       card, driver, versions and commit, for the JSON
     surroundings  the environment of a step: import paths without an installation, the compiled ops
     wheels        `prepare`: downloads and unpacks what GPU machines lack
-    tables        writes the tables in the documentation, and the plan's constants, from the JSON files
+    tables        writes the tables in the documentation from the JSON files
     measuring     times, kernels and launches of a piece of code
+    operations    floating-point operations of an update, for its share of the peak rate
     models        random models, made on the device from their configs
 
 ``check_*`` and ``speed_*`` are the steps. Each has a function ``run(kit)``, which calls ``kit.put`` as soon as it knows

@@ -105,7 +105,6 @@ def header(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]
         "driver": machine.driver(),
         "commit": commit,
         "dirty": dirty,
-        "constants": {},
         "steps": {},
     }
 

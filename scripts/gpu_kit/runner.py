@@ -143,7 +143,6 @@ class Runner:
     def end(self, step: Step, entry: dict[str, Any]) -> None:
         """Put the entry of a step that has ended into the JSON, and print a line."""
         self.record["steps"][step.name] = {"group": step.group} | entry
-        self.record["constants"] = constants(self.record["steps"])
         self.write()
         error = f"  {entry['error']}" if "error" in entry else ""
         print(f"{entry['status']:<8} {step.name:<10} {entry['seconds']:6.1f} s{error}", flush=True)
@@ -195,14 +194,6 @@ def started_together(steps: Sequence[Step]) -> list[list[Step]]:
             found[-1].append(step)
         else:
             found.append([step])
-    return found
-
-
-def constants(steps: dict[str, Any]) -> dict[str, float]:
-    """Return the constants that ``nlgrpo plan`` uses, of the steps that measured them."""
-    found: dict[str, float] = {}
-    for entry in steps.values():
-        found |= {name: value for name, value in entry.get("values", {}).get("constants", {}).items() if value}
     return found
 
 

@@ -10,7 +10,6 @@ from kernels_side import Case, measure_floor
 
 from gpu_kit.child import Kit
 from gpu_kit.measuring import seconds
-from nlgrpo.runtime.device import gpu_of_device
 
 LAUNCHES = 1000
 
@@ -27,10 +26,6 @@ def run(kit: Kit) -> None:
             x.add_(1)
 
     kit.put(launch_of_an_add_seconds=seconds(launch, kit.device) / LAUNCHES)
-    gpu = None if kit.device == "cpu" else gpu_of_device(torch.cuda.get_device_name())
-    if gpu is not None:
-        shares = {"bandwidth_share": rates["B"] / gpu.bandwidth, "matmul_share": rates["FLOP"] / gpu.flops}
-        kit.put(constants=shares)
 
 
 def ceiling(unit: str, dtype: torch.dtype) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from gpu_kit.child import Kit, Skip, message
 from gpu_kit.measuring import need, peak, profiled, regions, release, synchronize
 from gpu_kit.models import config_of, decoder_of, fill
 from nlgrpo.apps.plan import ahead, memory
-from nlgrpo.apps.plan.decoding_time import launches
 from nlgrpo.config.schema import Config, from_dict
 from nlgrpo.engine import sampling as engine_sampling
 from nlgrpo.kernels import decode
@@ -34,29 +32,15 @@ def run(kit: Kit) -> None:
     shapes = kit.pick(("0.5B", "7B"), ("tiny", "tiny, untied"))
     for number, name in enumerate(shapes):
         try:
-            found = sampled(kit, name)
+            sampled(kit, name)
         except Skip as reason:
             kit.put(**{name: f"skipped: {reason}"})
             continue
         if number == 0:
-            kit.put(constants={"launch_seconds": launch_seconds(found)})
             peers(kit, name)
 
 
-def launch_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Seconds of a launch that the plan counts: median over the rows whose kernels take less than half of the time.
-
-    The plan counts ops of PyTorch. Some run several kernels, so ``launches_per_token`` is larger.
-    """
-    found = [
-        row["seconds_per_token"] / row["planned_launches"]
-        for row in rows
-        if "error" not in row and row["kernel_seconds_per_token"] < row["seconds_per_token"] / 2
-    ]
-    return statistics.median(found) if found else None
-
-
-def sampled(kit: Kit, name: str) -> list[dict[str, Any]]:
+def sampled(kit: Kit, name: str) -> None:
     """Measure our engine at one shape for several numbers of rows."""
     config = config_of(name)
     with torch.device("meta"):
@@ -75,7 +59,6 @@ def sampled(kit: Kit, name: str) -> list[dict[str, Any]]:
     release(kit.device)
     if "error" in found[0]:
         raise RuntimeError(f"{name}: out of memory at {found[0]['rows']} rows")
-    return found
 
 
 def one(kit: Kit, model: Decoder, name: str, rows: int) -> dict[str, Any]:
@@ -105,7 +88,7 @@ def one(kit: Kit, model: Decoder, name: str, rows: int) -> dict[str, Any]:
             for region in ("attention", "sampler")
         },
         "peak_bytes": measured_peak,
-        **planned(kit, name, rows),
+        "planned_bytes": planned(kit, name, rows),
         "top": whole.top,
     }
 
@@ -122,8 +105,8 @@ def timed(kit: Kit, sample: Any, prompts: list[list[int]]) -> float:
     return time.perf_counter() - begin
 
 
-def planned(kit: Kit, name: str, rows: int) -> dict[str, float]:
-    """What the plan counts for this sampling: launches of a token, and bytes of weights, cache and decoding."""
+def planned(kit: Kit, name: str, rows: int) -> float:
+    """Bytes of weights, cache and decoding that the plan counts for this sampling."""
     folder = kit.folder / name.replace(" ", "")
     config_of(name).save_pretrained(folder)
     settings = {
@@ -134,8 +117,7 @@ def planned(kit: Kit, name: str, rows: int) -> dict[str, float]:
     longest = max(map(len, inputs(kit, rows, config_of(name).vocab_size)))
     work = ahead.workload(from_dict(settings, Config()), gpus=1, prompt=longest).work
     uses = memory.estimate(work).phases["sampling"]
-    size = sum(size for use, size in uses.items() if use != "optimizer")
-    return {"planned_bytes": size, "planned_launches": launches(work)}
+    return sum(size for use, size in uses.items() if use != "optimizer")
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ def sampler(kit: Kit) -> None:
         kit.put(sampler=found)
         del logits
         release(kit.device)
-    kit.put(constants={"sampler_seconds_per_logit_byte": found[-1]["seconds_per_byte"]})
 
 
 def head(kit: Kit, width: int, vocab: int, sides: list[str]) -> None:

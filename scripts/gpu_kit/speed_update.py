@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from random_models import save_prompts
 
+from gpu_kit import operations
 from gpu_kit.child import Kit, Skip
 from gpu_kit.measuring import need, peak, profiled, release, seconds
 from gpu_kit.models import config_of, fill, save_blank
-from nlgrpo.apps.plan import memory, roofline, table
+from nlgrpo.apps.plan import memory, table
 from nlgrpo.apps.plan.workload import Workload
 from nlgrpo.config.schema import Config, from_dict
 from nlgrpo.engine.generation import Rollout
@@ -84,8 +85,6 @@ def measure(kit: Kit, case: Case, ranks: Ranks) -> None:
     found |= {"profiled_prompts": few, "kernel_seconds": profile.seconds, "launches": profile.launches}
     found |= {"top": profile.top}
     kit.put(**{case.title: found})
-    if "share_of_peak" in found and not case.lora:
-        kit.put(constants={"update_share": found["share_of_peak"]})
 
 
 def settings(kit: Kit, case: Case) -> dict[str, Any]:
@@ -123,8 +122,8 @@ def samples(case: Case, setup: Setup) -> tuple[Rollout, torch.Tensor]:
 
 
 def rate(work: Workload, took: float) -> dict[str, float]:
-    """Operations per second, by the plan's count, and their share of the card's peak in bfloat16."""
-    flops = sum(roofline.update_flops(work, shape, shape.vocab) for shape in work.models)
+    """Operations per second, and their share of the card's peak in bfloat16."""
+    flops = operations.of_update(work)
     found = {"flops_per_second": flops / took}
     gpu = gpu_of_device(torch.cuda.get_device_name()) if work.device == "cuda" else None
     if gpu is not None:

@@ -1,4 +1,4 @@
-"""Write the tables of GPU measurements into the documentation, and the plan's constants: ``make gpu-tables``.
+"""Write the tables of GPU measurements into the documentation: ``make gpu-tables``.
 
 They come from the newest files of each card in ``bench/results/gpu``, and say "not measured" where there is none. What
 stands between two markers of a page is replaced. ``--check`` writes nothing, and ends with 1 if a file would change.
@@ -15,13 +15,10 @@ from typing import Any
 
 from gpu_kit import plan
 from gpu_kit.plan import ROOT
-from nlgrpo.apps.plan import machine
-from nlgrpo.runtime.device import GPUS, gpu_of_device
 
 NONE = "not measured"
 MISSING = "GPU code is written and tested without a GPU, and **not measured yet**"
-CONSTANTS = Path("nlgrpo/apps/plan/measured.json")
-NEEDED = {"format", "date", "card", "driver", "versions", "commit", "dirty", "constants", "steps", "rehearsal"}
+NEEDED = {"format", "date", "card", "driver", "versions", "commit", "dirty", "steps", "rehearsal"}
 MARKS = ("<!-- gpu -->", "<!-- /gpu -->")
 TOP = 8  # kernels of an update that the page shows
 
@@ -29,20 +26,16 @@ TOP = 8  # kernels of an update that the page shows
 def newest(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the files of each card. A step comes from the newest file that ran it: ``check`` and ``speed`` make two.
 
-    ``measured`` is the file of the newest constants. Raises ValueError, with the name of the file, for one that is no
-    JSON, of another format, or of a rehearsal.
+    Raises ValueError, with the name of the file, for one that is no JSON, of another format, or of a rehearsal.
     """
     records = [read(path) | {"file": path.name} for path in folder.glob("*.json")]
     found: dict[str, dict[str, Any]] = {}
     for record in sorted(records, key=lambda record: (record["date"], record["file"])):
-        before = found.get(record["card"], {"steps": {}, "constants": {}})
-        measured = record if record["constants"] or not before["constants"] else before["measured"]
         for entry in record["steps"].values():
             entry["origin"] = f"{record['file']}, `{str(record['commit'])[:7]}`"
+        before = found.get(record["card"], {"steps": {}})
         ran = {name: entry for name, entry in record["steps"].items() if entry["status"] != "skipped"}
-        steps = record["steps"] | before["steps"] | ran
-        constants = before["constants"] | record["constants"]
-        found[record["card"]] = record | {"steps": steps, "constants": constants, "measured": measured}
+        found[record["card"]] = record | {"steps": record["steps"] | before["steps"] | ran}
     return dict(sorted(found.items()))
 
 
@@ -68,17 +61,6 @@ def values(record: dict[str, Any], step: str) -> dict[str, Any]:
     """Values of a step; empty if it has not run."""
     found: dict[str, Any] = record["steps"].get(step, {}).get("values", {})
     return found
-
-
-def constants(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Content of `CONSTANTS`: the plan's constants of each card that `nlgrpo.runtime.device` has, by its name there."""
-    cards: dict[str, Any] = {}
-    for record in records:
-        name = next((name for name, gpu in GPUS.items() if gpu is gpu_of_device(record["card"])), None)
-        if name is not None and record["constants"]:
-            planned = {key: record["constants"].get(key) for key in machine.CONSTANTS}  # null: not measured
-            cards[name] = planned | {"file": record["measured"]["file"], "date": record["measured"]["date"][:10]}
-    return {"cards": cards}
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
@@ -274,8 +256,7 @@ def texts(records: dict[str, dict[str, Any]], root: Path) -> dict[Path, str]:
         Path("docs/guides/kernels.md"): sentence(found, "../../experiments/gpu/README.md") + ".",
         Path("experiments/gpu/README.md"): "\n\n" + page(found) + "\n\n",
     }
-    new = {root / path: between((root / path).read_text("utf-8"), text, path) for path, text in pages.items()}
-    return new | {root / CONSTANTS: json.dumps(constants(found), indent=1) + "\n"}
+    return {root / path: between((root / path).read_text("utf-8"), text, path) for path, text in pages.items()}
 
 
 def between(text: str, new: str, path: Path) -> str:

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from nlgrpo import cli
 from nlgrpo.apps.plan import plan
 from nlgrpo.model.attention import takes_fewer_key_heads
-from nlgrpo.runtime.console import duration, size
+from nlgrpo.runtime.console import size
 from nlgrpo.runtime.device import GPUS, gpu_named, gpu_of_device
 
 GIB = 2**30
@@ -42,7 +42,8 @@ def test_7b_with_lora_fits_one_80_gb_gpu(models, capsys):
     assert found["persistent"]["parameters"] == 2 * 6_738_415_616 + 4 * 39_976_960  # bfloat16, adapters in float32
     assert "unsharded parameters" not in found["phases"]["update"]
     assert found["phases"]["sampling"]["KV cache"] == (8 * 512 + 64 * 512) * 2 * 32 * 128 * 32 * 2
-    assert set(found["seconds"]) == {"sampling", "scoring", "update", "optimizer step"}
+    assert list(found["phases"]) == ["load", "sampling", "evaluation", "scoring", "update", "optimizer step"]
+    assert found["recommended"]["settings"] == {}
 
 
 def test_7b_is_trained_on_8(models, capsys):
@@ -75,7 +76,6 @@ def test_offloaded_shards_are_in_the_memory_of_the_host(models, capsys):
     assert found["fits"]
     assert "parameters" not in found["persistent"]
     assert not {"gradients", "optimizer"} & set(found["phases"]["update"])
-    assert found["seconds"]["optimizer step"] > 10 * plain["seconds"]["optimizer step"]
 
 
 def test_70b_on_64_must_be_sampled_by_block(models, capsys):
@@ -90,7 +90,7 @@ def test_70b_on_64_must_be_sampled_by_block(models, capsys):
 
 
 def test_what_fits_with_no_settings_gets_alternatives(models, capsys):
-    """Each alternative, added to the command, is a plan that fits, with the peak and the time that were promised."""
+    """Each alternative, added to the command, is a plan that fits, with the peak that was promised."""
     arguments = ("--model.path", models / "7b", "--gpu", "l40s", "--prompt-tokens", 64)
     found = record(capsys, *arguments, status=1)
     assert found["recommended"] is None
@@ -99,7 +99,6 @@ def test_what_fits_with_no_settings_gets_alternatives(models, capsys):
     for alternative in found["alternatives"]:
         good = record(capsys, *arguments, *alternative["options"].split())
         assert good["peak_bytes"] == alternative["peak_bytes"]
-        assert sum(good["seconds"].values()) == pytest.approx(alternative["seconds"])
 
 
 def test_the_table_names_what_matters(models, capsys):
@@ -118,8 +117,12 @@ def test_the_table_names_what_matters(models, capsys):
     assert cli.main(arguments) == 0
     out = " ".join(capsys.readouterr().out.split())
     for text in ("6,738,415,616 parameters", "8 x h100 (79.1 GiB) in 1 node; sharded over 8", "at most about",
-                 "optimizer step", "about", "constants measured on h100, 2026-11-28 (h100-80gb-hbm3-2026-11-28-2.json)",
-                 "completion tokens per second", "fits:", "recommended"):  # fmt: skip
+                 "optimizer step", "fits:"):  # fmt: skip
+        assert text in out, text
+    assert "recommended" not in out
+    assert cli.main([*arguments, "--rollout.max_rows", "8", "--parallel.replicate", "8"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("not sharded, 8 replicas", "does not fit:", "recommended --parallel.replicate 1 at most"):
         assert text in out, text
 
 
@@ -144,7 +147,7 @@ def test_ppo_counts_its_critic(models, capsys):
     arguments = ("--model.path", models / "7b", "--gpu", "b200", "--gpus", 8, "--rollout.prompts", 8)
     plain, ppo = record(capsys, *arguments), record(capsys, *arguments, "--loss.algorithm", "ppo")
     assert ppo["persistent"]["parameters"] == 2 * plain["persistent"]["parameters"]
-    assert ppo["seconds"]["update"] > 1.9 * plain["seconds"]["update"]
+    assert ppo["phases"]["optimizer step"]["optimizer"] == 2 * plain["phases"]["optimizer step"]["optimizer"]
 
 
 def test_the_json_file_is_complete(models, tmp_path, capsys):
@@ -180,31 +183,22 @@ def test_a_shared_critic_scores_the_completions(models, capsys, arguments):
         capsys, "--model.path", models / "7b", "--gpu", "b200", "--gpus", 8, "--rollout.prompts", 8, *arguments
     )
     assert found["phases"]["scoring"]["activations"] > 0
-    assert found["seconds"]["scoring"] > 0
 
 
 def test_the_table_of_the_guide(models, capsys):
-    """Peaks, phases and seconds in docs/guides/plan.md are those that the command prints."""
-    rows = re.findall(r"^\| (7B|70B) \| `(.*)` \| (.*), (.*) \| (.*) \|$", GUIDE.read_text(), re.MULTILINE)
+    """Peaks and phases in docs/guides/plan.md are those that the command prints."""
+    rows = re.findall(r"^\| (7B|70B) \| `(.*)` \| (.*), (.*) \|$", GUIDE.read_text(), re.MULTILINE)
     assert len(rows) == 4
     # The varlen attention of PyTorch 2.11 needs a key for each query head: 70B, which shares them, takes more memory.
     repeated = {"70B"} if not takes_fewer_key_heads(varlen_attn) else set()
-    for model, options, peak, phase, seconds in rows:
+    for model, options, peak, phase in rows:
         found = record(capsys, "--model.path", models / model.lower(), "--gpu", "h100", "--prompt-tokens", 512,
                        "--rollout.max_new_tokens", 512, *options.split())  # fmt: skip
-        step = sum(found["seconds"].values())
-        assert (found["largest_phase"], duration(step)) == (phase, seconds), options
+        assert found["largest_phase"] == phase, options
         if model in repeated:
             assert 0.99 < GIB * float(peak.removesuffix(" GiB")) / found["peak_bytes"] < 1.002, options
         else:
             assert size(found["peak_bytes"]) == peak, options
-
-
-def test_every_pair_of_a_set_counts(models, capsys):
-    arguments = ("--model.path", models / "7b", "--gpu", "b200", "--lora.rank", 8, "--rollout.prompts", 8,
-                 "--loss.algorithm", "dpo", "--offline.n", 8, "--calibration.rollouts", "none")  # fmt: skip
-    one, pairs = record(capsys, *arguments), record(capsys, *arguments, "--offline.rejected", "all")
-    assert pairs["seconds"]["update"] == pytest.approx(28 * one["seconds"]["update"])
 
 
 def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, capsys):
@@ -212,9 +206,6 @@ def test_float32_needs_twice_the_memory_of_bfloat16_and_not_the_square(models, c
     half, single = record(capsys, *arguments), record(capsys, *arguments, "--model.dtype", "float32")
     ratio = single["phases"]["update"]["activations"] / half["phases"]["update"]["activations"]
     assert 1.5 < ratio < 2.5
-    plan.main(["length-bon", *map(str, arguments), "--model.dtype", "float32"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "the peak is in bfloat16, although the run computes in another dtype" in printed
 
 
 @pytest.mark.parametrize(
@@ -252,4 +243,3 @@ def test_limits_of_gpus_have_their_order_of_magnitude():
     for name, gpu in GPUS.items():
         assert 16 * GIB < gpu.memory < 300 * GIB, name
         assert 50 < gpu.flops / gpu.bandwidth < 500, name  # operations per byte
-        assert gpu.network <= gpu.link < gpu.bandwidth, name

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from nlgrpo.apps.plan import activations, decoding_time, memory, sampling_memory
+from nlgrpo.apps.plan import activations, memory, sampling_memory
 from nlgrpo.apps.plan.activations import Allocated, per_token
 from nlgrpo.apps.plan.workload import FITS, Workload
 from nlgrpo.config.recipes import recipe
@@ -197,6 +197,39 @@ def test_what_the_settings_change():
     assert plain.peak == max(plain.total(phase) for phase in plain.phases)
 
 
+def test_a_cpu_keeps_the_memory_of_gathered_models():
+    """Of the policy for sampling, unless servers sample, and of the reference; each is whole, in float32."""
+    servers = {"rollout__engine": "vllm", "vllm__servers": ("http://a:8000",)}
+    both = memory.estimate(workload(world=2)).overhead["update"]
+    policy = memory.estimate(workload(world=2, loss__beta=0.0)).overhead["update"]
+    neither = memory.estimate(workload(world=2, loss__beta=0.0, **servers)).overhead["update"]
+    assert both - policy == 4 * LLAMA.parameters
+    assert policy - neither == 4 * LLAMA.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "scored"),
+    [
+        ({"loss__beta": 0.0}, False),
+        ({"loss__beta": 0.1}, True),
+        ({"loss__beta": 0.0, "loss__correction": "tis:2"}, True),
+        ({"loss__beta": 0.0, "loss__epochs": 2}, True),
+        ({"loss__beta": 0.0, "loss__minibatches": 2}, True),
+        ({"loss__beta": 0.0, "loss__algorithm": "ppo"}, True),
+    ],
+)
+def test_completions_are_scored_by_reference_policy_or_critic(changes, scored):
+    assert ("scoring" in memory.estimate(workload(**changes)).phases) == scored
+
+
+def test_every_pair_of_a_set_is_an_input():
+    """Of 8 samples, 7 + 6 + .. + 1 = 28 pairs in place of one."""
+    dpo = {"loss__algorithm": "dpo", "offline__n": 8, "rollout__samples": 8, "calibration__rollouts": "rollouts"}
+    one = workload(**dpo)
+    pairs = workload(**dpo, offline__rejected="all")
+    assert pairs.tokens == 28 * one.tokens
+
+
 # --- sampling on a GPU ------------------------------------------------------------------------------------------------
 
 
@@ -240,9 +273,6 @@ def test_adapters_are_merged_on_a_gpu_if_half_of_the_free_memory_holds_the_copie
     for share, merged in ((1.9, False), (2.2, True)):
         small = on_gpu(adapter, total=(held + share * one["merged adapters"]) / FITS)
         assert (sampling_memory.merged(small) > 0) == merged
-        plain = dataclasses.replace(small, adapter=None)
-        parts = 7 * LLAMA.layers * 4
-        assert decoding_time.launches(small) - decoding_time.launches(plain) == (0 if merged else parts)
 
 
 def test_filters_take_the_memory_of_plain_pytorch():

@@ -8,7 +8,6 @@ from transformers import LlamaConfig
 
 from nlgrpo import train
 from nlgrpo.apps.plan import advice, memory, plan
-from nlgrpo.apps.plan.machine import Machine
 from nlgrpo.apps.plan.workload import CONTEXT, Workload
 from nlgrpo.config.recipes import recipe
 from nlgrpo.model.architectures import Shape
@@ -24,7 +23,7 @@ LARGEST = SHAPE.vocab * SHAPE.width  # the embedding, and the head
 LLAMA_7B = Shape("llama", vocab=32000, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008,
                  context=4096, rotary_dim=128, windows=(None,) * 32, scales=(0.088,) * 32)  # fmt: skip
 N_7B = 6_738_415_616
-H100 = Machine(GPUS["h100"], 8)
+H100 = GPUS["h100"].memory
 ROUNDING = 1.05  # of PyTorch's allocator on a GPU
 SERVERS = ("http://a:8000", "http://b:8000")
 COLOCATED = {"rollout__engine": "vllm"}
@@ -46,7 +45,7 @@ def workload(shape=SHAPE, device="cuda", world=1, adapter=None, compute=None, pr
 
 def of_7b(**changes):
     settings = {"rollout__prompts": 8, "rollout__samples": 8, "rollout__max_new_tokens": 512} | changes
-    return workload(LLAMA_7B, prompt=512, total=H100.gpu.memory, **settings)
+    return workload(LLAMA_7B, prompt=512, total=H100, **settings)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -178,11 +177,11 @@ def test_a_smaller_share_is_the_remedy_for_sampling():
     """7B with adapters and 0.9 of an H100: parameters, reference by its adapters, and Adam leave less than that."""
     work = of_7b(adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096, vllm__gpu_memory=0.9, **COLOCATED)
     with pytest.raises(ValueError, match=r"in the phase (sampling|evaluation) \(most of it for vLLM, 71.2 GiB\)") as e:
-        advice.check_fits(work, H100.gpu.memory, "the GPU")
+        advice.check_fits(work, H100, "the GPU")
     (share,) = settings_of(str(e.value)).items()
     trained = 39_976_960
     others = CONTEXT + ROUNDING * (2 * N_7B + (4 + 8) * trained)  # and the gathered parameter, some 100 MiB
-    free = (advice.FITS * H100.gpu.memory - others) / H100.gpu.memory
+    free = (advice.FITS * H100 - others) / H100
     assert share[0] == "vllm.gpu_memory"
     assert share[1] <= free < share[1] + 0.1
 
@@ -199,7 +198,7 @@ def test_settings_of_the_other_engine_are_no_remedy(engine, world, sleep):
     for text in found:
         assert "max_rows" not in text
         assert "gather_for_sampling" not in text
-    choice = advice.best(work, H100, 0.95 * H100.gpu.memory)
+    choice = advice.fitting(work, H100)
     assert choice is None or not {"parallel.gather_for_sampling", "rollout.max_rows"} & set(choice.settings)
 
 
@@ -223,16 +222,16 @@ def test_sleeping_is_the_remedy_for_the_update():
 
 def test_a_share_that_cannot_hold_the_model_is_refused():
     needed = 2 * N_7B + (512 + 512) * 2 * 32 * 128 * 32 * 2  # weights, and the cache of one completion
-    enough, little = (needed / H100.gpu.memory + difference for difference in (1e-6, -1e-6))
+    enough, little = (needed / H100 + difference for difference in (1e-6, -1e-6))
     advice.check_fits(of_7b(vllm__gpu_memory=enough, adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096,
-                       **COLOCATED), H100.gpu.memory, "the GPU")  # fmt: skip
+                       **COLOCATED), H100, "the GPU")  # fmt: skip
     work = of_7b(vllm__gpu_memory=little, adapter=LoraConfig(rank=16), **COLOCATED)
     with pytest.raises(ValueError, match=r"vLLM needs at least 13.1 GiB .* raise it, or vllm.tensor_parallel, or set"):
-        advice.check_fits(work, H100.gpu.memory, "the GPU")
-    advice.check_fits(advice.with_settings(work, {"train.check_memory": False}), H100.gpu.memory, "the GPU")
+        advice.check_fits(work, H100, "the GPU")
+    advice.check_fits(advice.with_settings(work, {"train.check_memory": False}), H100, "the GPU")
     halves = of_7b(vllm__gpu_memory=0.6 * little, vllm__tensor_parallel=2, world=2, adapter=LoraConfig(rank=16),
                    train__micro_batch_tokens=4096, rollout__prompts=16, **COLOCATED)  # fmt: skip
-    advice.check_fits(halves, H100.gpu.memory, "the GPU")
+    advice.check_fits(halves, H100, "the GPU")
 
 
 def test_a_share_without_room_for_the_model_is_no_remedy():
@@ -247,9 +246,9 @@ def test_a_share_without_room_for_the_model_is_no_remedy():
 @pytest.mark.slow
 def test_recommended_settings_lower_the_share():
     work = of_7b(adapter=LoraConfig(rank=16), train__micro_batch_tokens=4096, vllm__gpu_memory=0.9, **COLOCATED)
-    choice = advice.best(work, H100, advice.FITS * H100.gpu.memory)
+    choice = advice.fitting(work, H100)
     assert 0.2 <= choice.settings["vllm.gpu_memory"] < 0.9
-    assert memory.estimate(advice.with_settings(work, choice.settings)).peak <= advice.FITS * H100.gpu.memory
+    assert memory.estimate(advice.with_settings(work, choice.settings)).peak <= advice.FITS * H100
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -267,11 +266,9 @@ def test_the_command_says_that_servers_sample(model, capsys):
     assert plan.main(options) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "vLLM on 2 servers; evaluations too" in out
-    assert "sampling on the servers (not counted)" in out
     assert plan.main([*options, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["phases"]) == ["load", "hand-over", "scoring", "update", "optimizer step"]
-    assert "sampling" not in found["seconds"]
 
 
 def test_the_command_counts_the_share_of_the_named_gpu(model, capsys):
@@ -279,7 +276,6 @@ def test_the_command_counts_the_share_of_the_named_gpu(model, capsys):
     assert plan.main(options) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["phases"]["sampling"]["vLLM"] == round(0.3 * 79.1 * GIB)
-    assert found["seconds"]["sampling"] > 0
 
 
 def test_the_command_refuses_a_share_that_is_too_small(model):

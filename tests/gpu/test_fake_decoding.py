@@ -9,7 +9,6 @@ import torch
 import transformers
 from support.fake_cuda import on_fake_cuda
 
-from nlgrpo.apps.plan import decoding_time
 from nlgrpo.engine.backends import NativeEngine
 from nlgrpo.engine.sampling import Sampling, next_tokens
 from nlgrpo.model import adapters, decoder, lora
@@ -104,13 +103,6 @@ def test_launches_of_a_layer_for_each_token(family, counts):
     layer, outside = counts[family, False]
     check_launches(layer, LAUNCHES[family])
     check_launches(outside, OUTSIDE)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_plan_counts_the_launches_of_the_device(family, counts):
-    layer, outside = counts[family, False]
-    assert layer.launches.total() == decoding_time.of_a_layer(build(family, 1).shape)
-    assert outside.launches.total() == decoding_time.OUTSIDE + decoding_time.DRAW["triton"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

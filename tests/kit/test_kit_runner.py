@@ -35,7 +35,7 @@ def runner(path, programs, **options):
     def command(step, out, limit):
         return [sys.executable, "-c", programs[step.name], str(out)]
 
-    record = {"steps": {}, "constants": {}}
+    record = {"steps": {}}
     return Runner(path, record, lambda: dict(os.environ), command=command, **options)
 
 

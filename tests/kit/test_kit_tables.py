@@ -7,8 +7,6 @@ import shutil
 import pytest
 from gpu_kit import plan, tables
 
-from nlgrpo.apps.plan import machine
-
 ROOT = plan.ROOT
 ROW = {
     "rows": 256, "tokens_per_second": 23456.7, "seconds_per_token": 0.0109, "kernel_seconds_per_token": 0.004,
@@ -25,7 +23,6 @@ RECORD = {
     "versions": {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"},
     "commit": "0123456789abcdef",
     "dirty": False,
-    "constants": {"launch_seconds": 9e-6, "bandwidth_share": 0.9, "sampler_seconds_per_logit_byte": 1e-12},
     "steps": {
         "smoke": {"status": "ok", "seconds": 12.0, "values": {}},
         "train": {"status": "failed", "seconds": 60.0, "values": {}, "error": "a | b\nc"},
@@ -39,7 +36,7 @@ RECORD = {
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the generated files, and a folder for results."""
-    for name in ("README.md", "docs/guides/kernels.md", "experiments/gpu/README.md", tables.CONSTANTS):
+    for name in ("README.md", "docs/guides/kernels.md", "experiments/gpu/README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bench/results/gpu").mkdir(parents=True)
@@ -63,7 +60,6 @@ def test_without_a_file_all_pages_say_not_measured(tree):
     assert tables.main([], tree) == 0
     assert (tree / "README.md").read_text() == f"before <!-- gpu -->{tables.MISSING}<!-- /gpu --> after"
     assert "**not measured**" in (tree / "experiments/gpu/README.md").read_text()
-    assert json.loads((tree / tables.CONSTANTS).read_text()) == {"cards": {}}
     assert tables.main(["--check"], tree) == 0
 
 
@@ -83,35 +79,24 @@ def test_figures_of_a_card_are_shown_and_missing_steps_are_not_measured(tree):
     assert "On one NVIDIA H100 80GB HBM3, a 0.5B model samples 23,457 tokens per second" in readme
     assert "a training step takes 1/2 of TRL's time" in readme
     assert "not measured yet" not in readme
-    written = (tree / tables.CONSTANTS).read_text()
-    origin = {"file": "h100-80gb-hbm3-2026-12-01.json", "date": "2026-12-01"}
-    planned = {"launch_seconds": 9e-6, "bandwidth_share": 0.9, "matmul_share": None, "update_share": None}
-    assert json.loads(written) == {"cards": {"h100": planned | origin}}
-    costs = machine.read(written)["h100"]  # as the plan reads it
-    assert (costs.launch_seconds, costs.bandwidth_share) == (9e-6, 0.9)
-    assert costs.unmeasured == ("matmul_share", "update_share")
 
 
 def test_the_newest_file_of_each_card_counts(tree):
     add(tree, "h100-80gb-hbm3-2026-12-01.json")
-    add(tree, "h100-80gb-hbm3-2026-12-01-2.json", date="2026-12-01T12:00:00+00:00", constants={"launch_seconds": 1.0})
+    add(tree, "h100-80gb-hbm3-2026-12-01-2.json", date="2026-12-01T12:00:00+00:00")
     add(tree, "x-2026-11-01.json", card="NVIDIA Unknown", date="2026-11-01T12:00:00+00:00")
     found = tables.newest(tree / "bench/results/gpu")
     assert [record["file"] for record in found.values()] == ["h100-80gb-hbm3-2026-12-01-2.json", "x-2026-11-01.json"]
-    cards = tables.constants(found.values())["cards"]  # a card without a data sheet gives the plan nothing
-    assert {name: card["launch_seconds"] for name, card in cards.items()} == {"h100": 1.0}
 
 
 def test_a_step_comes_from_the_newest_file_that_ran_it(tree):
     checked = {"smoke": {"status": "failed", "seconds": 1.0}, "engine": {"status": "ok", "seconds": 1.0}}
     skipped = {"engine": {"status": "skipped", "seconds": 0.0}, "tests": {"status": "skipped", "seconds": 0.0}}
-    add(tree, "h100-80gb-hbm3-2026-12-01-2.json", date="2026-12-01T12:00:00+00:00", steps=checked, constants={})
-    add(tree, "h100-80gb-hbm3-2026-12-01-3.json", date="2026-12-01T13:00:00+00:00", steps=skipped, constants={})
+    add(tree, "h100-80gb-hbm3-2026-12-01-2.json", date="2026-12-01T12:00:00+00:00", steps=checked)
+    add(tree, "h100-80gb-hbm3-2026-12-01-3.json", date="2026-12-01T13:00:00+00:00", steps=skipped)
     add(tree, "h100-80gb-hbm3-2026-12-01.json")
     (record,) = tables.newest(tree / "bench/results/gpu").values()
     assert record["file"] == "h100-80gb-hbm3-2026-12-01-3.json"
-    assert record["constants"] == RECORD["constants"]
-    assert tables.constants([record])["cards"]["h100"]["file"] == "h100-80gb-hbm3-2026-12-01.json"
     expected = RECORD["steps"] | checked | {"tests": skipped["tests"]}
     origins = {name: entry.pop("origin") for name, entry in record["steps"].items()}
     assert record["steps"] == expected

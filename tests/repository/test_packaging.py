@@ -20,7 +20,6 @@ LIBRARY = "nlgrpo/kernels/_ext.abi3.so"
 ASSETS = {
     path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo" / "data" / "assets").rglob("*") if path.is_file()
 }
-ASSETS.add("nlgrpo/apps/plan/measured.json")  # constants of measured GPUs
 ASSETS.add("nlgrpo/py.typed")
 TEMPLATES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nlgrpo/apps/report/templates").iterdir()}
 ASSETS |= TEMPLATES

@@ -20,7 +20,7 @@ from nlgrpo.apps.plan.workload import Uses, Workload
 KEPT_SHARE = 0.1
 KEPT_BLOCKS = 2.0
 CODE = 60 * 2**20  # pages of libraries that a CPU run maps when it first uses them
-COMPLETIONS = ("sampling", "evaluation", "hand-over", "reference samples")
+LASTING = ("optimizer", "gradients", "file")  # uses of a phase that are no temporary memory
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,31 @@ class Memory:
 
 def estimate(work: Workload) -> Memory:
     """Estimate the memory of one rank."""
-    host = _clean(sampling_memory.shards(work) | update.whole_state(work, gradients=True)) if work.offloaded else {}
-    host |= vllm_memory.on_host(work)
-    persistent = sampling_memory.persistent(work)
-    phases = {"load": _load(work)} | _completions(work)
-    if work.passes:
-        phases["scoring"] = _scoring(work)
+    # from the second step on, the optimizer has its state in the phases before the update too
+    state = update.state(work, gradients=False)
+    phases = {"load": _load(work)}
+    for name, uses in _completions(work).items():
+        phases[name] = uses | state
+    if work.scores:
+        phases["scoring"] = _scoring(work) | state
     phases["update"] = update.largest_moment(work)
     phases["optimizer step"] = update.state(work, gradients=True)
-    for name, uses in phases.items():
-        if name in (*COMPLETIONS, "scoring"):  # the optimizer state, from the second step on
-            uses |= update.state(work, gradients=False)
-    persistent = _clean(persistent)
-    phases = {name: _clean(uses) for name, uses in phases.items()}
+
+    persistent = _without_zeros(sampling_memory.persistent(work))
+    phases = {name: _without_zeros(uses) for name, uses in phases.items()}
     overhead = {name: _overhead(work, name, persistent, uses) for name, uses in phases.items()}
-    return Memory(persistent, phases, overhead, host)
+    return Memory(persistent, phases, overhead, _on_host(work))
 
 
-def _clean(uses: Uses) -> Uses:
+def _on_host(work: Workload) -> Uses:
+    found = Uses()
+    if work.offloaded:
+        found |= _without_zeros(sampling_memory.shards(work))
+        found |= _without_zeros(update.whole_state(work, gradients=True))
+    return found | vllm_memory.on_host(work)
+
+
+def _without_zeros(uses: Uses) -> Uses:
     return {name: size for name, size in uses.items() if size}
 
 
@@ -110,13 +117,19 @@ def _scoring(work: Workload) -> Uses:
 
 
 def _overhead(work: Workload, phase: str, persistent: Uses, uses: Uses) -> float:
+    """What the allocator needs beyond ``persistent`` and the ``uses`` of a phase."""
     if work.device != "cpu":
-        return (ROUNDING - 1) * sum(size for name, size in (persistent | uses).items() if name not in BY_OTHERS)
-    lasting = ("optimizer", "gradients", "file")
-    temporary = sum(size for name, size in uses.items() if name not in lasting)
-    churned = KEPT_BLOCKS * work.micro_batch * work.block.saved if "activations" in uses else 0.0
-    gathered = 0.0  # on a CPU, for sampling or vLLM and for the reference: freed, but a part stays with the process
+        allocated = sum(size for name, size in (persistent | uses).items() if name not in BY_OTHERS)
+        return (ROUNDING - 1) * allocated
+    temporary = sum(size for name, size in uses.items() if name not in LASTING)
+    overhead = CODE + KEPT_SHARE * temporary
+    if "activations" in uses:
+        overhead += min(KEPT_BLOCKS * work.micro_batch * work.block.saved, temporary)
     if work.sharded and phase in ("update", "optimizer step"):
-        times = (work.engine != "servers" or work.draws) + work.reference
-        gathered = work.shape.parameters * work.compute.itemsize * times
-    return CODE + KEPT_SHARE * temporary + min(churned, temporary) + gathered
+        # models gathered for sampling or vLLM and for the reference: freed, but a part stays with the process
+        gathered = work.shape.parameters * work.compute.itemsize
+        if work.engine != "servers" or work.draws:
+            overhead += gathered
+        if work.reference:
+            overhead += gathered
+    return overhead

@@ -1,4 +1,4 @@
-"""The command ``nlgrpo plan``: memory and time of a training run on GPUs that are not here."""
+"""The command ``nlgrpo plan``: memory of a training run on GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import tyro
 from rich.console import Console
 
-from nlgrpo.apps.plan import advice, ahead, machine, memory, roofline
-from nlgrpo.apps.plan.advice import Choice
+from nlgrpo.apps.plan import advice, ahead, memory
+from nlgrpo.apps.plan.advice import Alternative, Choice
 from nlgrpo.apps.plan.ahead import Ahead
-from nlgrpo.apps.plan.machine import CONSTANTS, Costs, Machine
 from nlgrpo.apps.plan.memory import Memory
 from nlgrpo.apps.plan.table import adapter_row, engine_row, memory_lines
-from nlgrpo.apps.plan.workload import FITS, Workload
+from nlgrpo.apps.plan.workload import FITS, Uses, Workload
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write
-from nlgrpo.runtime.console import duration, named_lines, size
+from nlgrpo.runtime.console import named_lines, size
+from nlgrpo.runtime.device import GPU, gpu_named
 
 ABOUT = """Plan a training run on GPUs: nlgrpo plan [recipe] [file.toml] --gpus 8 --gpu h100 [--section.key value ...]
 
-Estimates the memory and the time of each phase of a step, and recommends settings. Recipe, file and keys are
+Estimates the memory of each phase of a step, and names settings with which it fits. Recipe, file and keys are
 those of `nlgrpo train`. Only the config.json of the model is read: no weights, data or rewards.
 
 Exit status 1 if the run does not fit into the memory."""
@@ -44,7 +43,7 @@ class Options:
     gpus: int = 1
     """Number of GPUs in all nodes: one rank on each."""
     gpus_per_node: int = 8
-    """GPUs of a node, which are connected by NVLink or PCIe."""
+    """GPUs of a node, which share the memory of its host."""
     prompt_tokens: int | None = None
     """Tokens of the longest prompt. None: data.max_prompt_tokens, or 512."""
     json: str = ""
@@ -57,11 +56,10 @@ class Plan:
 
     options: Options
     found: Ahead
-    machine: Machine
+    gpu: GPU
     memory: Memory
-    seconds: dict[str, float]
     better: Choice | None
-    """The recommended settings; None if no settings fit."""
+    """The fewest changes with which the run fits; None if no settings fit."""
 
     @property
     def work(self) -> Workload:
@@ -69,12 +67,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.machine.gpu.memory
-
-    @property
-    def step(self) -> float:
-        """Seconds per step."""
-        return sum(self.seconds.values())
+        return self.memory.peak <= self.gpu.memory
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,18 +75,11 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = tyro.cli(
         Options, args=list(arguments), prog="nlgrpo plan", description=ABOUT, return_unknown_args=True
     )
-    gpus = machine.machine(options.gpu, options.gpus_per_node)
+    gpu = gpu_named(options.gpu)
     _check(options)
     cfg, _ = from_arguments(rest)
-    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens, gpu_memory=gpus.gpu.memory)
-    plan = Plan(
-        options,
-        found,
-        gpus,
-        memory.estimate(found.work),
-        roofline.seconds(found.work, gpus),
-        advice.best(found.work, gpus, FITS * gpus.gpu.memory),
-    )
+    found = ahead.workload(cfg, gpus=options.gpus, prompt=options.prompt_tokens, gpu_memory=gpu.memory)
+    plan = Plan(options, found, gpu, memory.estimate(found.work), advice.fitting(found.work, gpu.memory))
     _write(plan)
     if not plan.fits:
         print(f"error: {_refusal(plan)}", file=sys.stderr)
@@ -133,115 +119,109 @@ def _write(plan: Plan) -> None:
 
 def _rows(plan: Plan) -> dict[str, str]:
     work = plan.work
-    options = plan.options
-    gpu = plan.machine.gpu
     cfg = work.config
     shape = work.shape
-    nodes = max(1, options.gpus // options.gpus_per_node)
-    shards = f"sharded over {work.shards}" if work.shards > 1 else "not sharded"
-    shards += f", {cfg.parallel.replicate} replicas" * (cfg.parallel.replicate > 1)
-    tokens = f"{work.prompt} prompt tokens, up to {work.columns} tokens per completion"
-    rows = {
-        "model": f"{cfg.model.path} ({shape.family}, {shape.parameters:,} parameters, "
-        f"computes in {str(work.compute).removeprefix('torch.')})",
-        **adapter_row(work.adapter, shape),
-        "GPUs": f"{options.gpus} x {options.gpu} ({size(gpu.memory)}) in {nodes} node{'s' * (nodes > 1)}; {shards}",
-        **engine_row(work),
-        "step": f"{cfg.loss.algorithm}: {cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples, {tokens}; "
-        f"{work.micro_batches} micro-batch{'es' * (work.micro_batches > 1)} of up to {work.micro_batch} tokens",
-        "memory per GPU": f"{memory_lines(plan.memory)}\n{_share(plan)}",
-        **_host(plan),
-        "time per step": _time(plan),
-        "recommended": _recommended(plan),
-    }
+    dtype = str(work.compute).removeprefix("torch.")
+    rows = {"model": f"{cfg.model.path} ({shape.family}, {shape.parameters:,} parameters, computes in {dtype})"}
+    rows |= adapter_row(work.adapter, shape)
+    rows["GPUs"] = _gpus(plan)
+    rows |= engine_row(work)
+    rows["step"] = _step(work)
+    rows["memory per GPU"] = f"{memory_lines(plan.memory)}\n{_share(plan)}"
+    host = sum(plan.memory.host.values())
+    if host:
+        ranks = min(plan.options.gpus, plan.options.gpus_per_node)
+        rows["memory of a host"] = f"{size(host * ranks)} for {ranks} GPUs"
+    recommended = _recommended(plan)
+    if recommended:
+        rows["recommended"] = recommended
     if plan.found.unknown:
         rows["not counted"] = f"reward models without a config yet: {', '.join(plan.found.unknown)}"
     return rows
 
 
-def _host(plan: Plan) -> dict[str, str]:
-    """Row for what is offloaded to the memory of the hosts; none without."""
-    host = sum(plan.memory.host.values())
-    ranks = min(plan.options.gpus, plan.options.gpus_per_node)
-    return {"memory of a host": f"{size(host * ranks)} for {ranks} GPUs"} if host else {}
+def _gpus(plan: Plan) -> str:
+    options = plan.options
+    work = plan.work
+    nodes = max(1, options.gpus // options.gpus_per_node)
+    text = f"{options.gpus} x {options.gpu} ({size(plan.gpu.memory)}) in {nodes} node{'s' * (nodes > 1)}"
+    text += f"; sharded over {work.shards}" if work.shards > 1 else "; not sharded"
+    replicas = work.config.parallel.replicate
+    if replicas > 1:
+        text += f", {replicas} replicas"
+    return text
+
+
+def _step(work: Workload) -> str:
+    cfg = work.config
+    many = "es" if work.micro_batches > 1 else ""
+    return (
+        f"{cfg.loss.algorithm}: {cfg.rollout.prompts} prompts x {cfg.rollout.samples} samples, {work.prompt} prompt "
+        f"tokens, up to {work.columns} tokens per completion; {work.micro_batches} micro-batch{many} of up to "
+        f"{work.micro_batch} tokens"
+    )
 
 
 def _share(plan: Plan) -> str:
-    share = plan.memory.peak / plan.machine.gpu.memory
-    if not plan.fits:
+    share = plan.memory.peak / plan.gpu.memory
+    if share > 1:
         return f"does not fit: {share:.0%} of the memory"
-    return f"fits: {share:.0%} of the memory" + "; little is left, as the plan is an estimate" * (share > FITS)
-
-
-def _time(plan: Plan) -> str:
-    phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in plan.seconds.items())
-    phases += ", sampling on the servers (not counted)" * (plan.work.engine == "servers")
-    speed = roofline.tokens_per_second(plan.work, plan.machine)
-    in_bfloat16 = "; the peak is in bfloat16, although the run computes in another dtype" * (
-        plan.work.compute != torch.bfloat16
-    )
-    vllm = f", {1e3 * plan.machine.costs.vllm_seconds:g} ms for vLLM's part of a token" * (plan.work.engine == "vllm")
-    return (
-        f"about {duration(plan.step)}: {phases}\nabout {speed:,.0f} completion tokens per second on all GPUs\n"
-        f"(seconds: {plan.machine.costs}{vllm}{in_bfloat16}; rewards and evaluations are not counted)"
-    )
+    if share > FITS:
+        return f"fits: {share:.0%} of the memory; little is left, as the plan is an estimate"
+    return f"fits: {share:.0%} of the memory"
 
 
 def _recommended(plan: Plan) -> str:
+    """Settings with which the run fits, or what else makes it fit; "" if it fits as it is."""
     better = plan.better
-    work = plan.work
     if better is None:
-        lines = advice.alternatives(work, plan.machine)
-        return "\n".join(["no settings fit on these GPUs", *(f"fits with {line}" for line in lines)])
+        lines = [f"fits with {alternative}" for alternative in _alternatives(plan)]
+        return "\n".join(["no settings fit on these GPUs", *lines])
     if not better.settings:
-        return "these settings; no others are faster by 3%"
-    numbers = f"at most {size(better.peak)}, about {duration(better.seconds)} per step"
-    return f"{better.options}\n{numbers}"
+        return ""
+    return f"{better.options}\nat most {size(better.peak)}"
+
+
+def _alternatives(plan: Plan) -> list[Alternative]:
+    return advice.alternatives(plan.work, plan.gpu.memory, plan.options.gpus_per_node)
 
 
 def _refusal(plan: Plan) -> str:
     needed = f"the run needs about {size(plan.memory.peak)} per GPU in the phase {plan.memory.largest}"
-    change = f"; use {plan.better.options}" if plan.better is not None else "; see what is recommended"
-    return f"{needed}, but {plan.options.gpu} has {size(plan.machine.gpu.memory)}{change}"
-
-
-def _alternative(found: advice.Alternative) -> dict[str, Any]:
-    peak = round(found.choice.peak)
-    seconds = found.choice.seconds
-    return {"change": found.change, "options": found.options, "peak_bytes": peak, "seconds": seconds}
-
-
-def _constants(costs: Costs) -> dict[str, Any]:
-    """The constants behind the seconds: which of them are estimates, and where the others were measured."""
-    values = {name: getattr(costs, name) for name in CONSTANTS}
-    return values | {"unmeasured": list(costs.unmeasured), "file": costs.file, "date": costs.date}
+    change = "see what is recommended" if plan.better is None else f"use {plan.better.options}"
+    return f"{needed}, but {plan.options.gpu} has {size(plan.gpu.memory)}; {change}"
 
 
 def _record(plan: Plan) -> dict[str, Any]:
+    """The plan in JSON."""
     work = plan.work
-    better = plan.better and {
-        "settings": plan.better.settings,
-        "peak_bytes": round(plan.better.peak),
-        "seconds": plan.better.seconds,
-    }
+    found = plan.memory
+    recommended: dict[str, Any] | None = None
+    alternatives: list[dict[str, Any]] = []
+    if plan.better is not None:
+        recommended = {"settings": plan.better.settings, "peak_bytes": round(plan.better.peak)}
+    else:
+        for other in _alternatives(plan):
+            alternatives.append({"change": other.change, "options": other.options, "peak_bytes": round(other.peak)})
     return {
         "format": FORMAT,
         "model": work.config.model.path,
         "parameters": work.shape.parameters,
         "gpu": plan.options.gpu,
         "gpus": plan.options.gpus,
-        "memory_bytes": round(plan.machine.gpu.memory),
+        "memory_bytes": round(plan.gpu.memory),
         "fits": plan.fits,
-        "peak_bytes": round(plan.memory.peak),
-        "largest_phase": plan.memory.largest,
-        "persistent": {use: round(number) for use, number in plan.memory.persistent.items()},
-        "phases": {name: {use: round(n) for use, n in uses.items()} for name, uses in plan.memory.phases.items()},
-        "totals": {name: round(plan.memory.total(name)) for name in plan.memory.phases},
-        "host": {use: round(number) for use, number in plan.memory.host.items()},
-        "seconds": plan.seconds,
-        "constants": _constants(plan.machine.costs),
-        "tokens_per_second": roofline.tokens_per_second(work, plan.machine),
-        "recommended": better,
-        "alternatives": [] if plan.better else [_alternative(a) for a in advice.alternatives(work, plan.machine)],
+        "peak_bytes": round(found.peak),
+        "largest_phase": found.largest,
+        "persistent": _rounded(found.persistent),
+        "phases": {name: _rounded(uses) for name, uses in found.phases.items()},
+        "totals": {name: round(found.total(name)) for name in found.phases},
+        "host": _rounded(found.host),
+        "recommended": recommended,
+        "alternatives": alternatives,
         "not_counted": list(plan.found.unknown),
     }
+
+
+def _rounded(uses: Uses) -> dict[str, int]:
+    return {use: round(number) for use, number in uses.items()}

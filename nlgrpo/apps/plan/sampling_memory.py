@@ -76,11 +76,11 @@ def free(work: Workload) -> float:
 
 
 def _beside(work: Workload, copies: float) -> float:
-    """The same with ``copies`` bytes of merged adapters."""
+    """The same, where adapters are merged into copies of ``copies`` bytes."""
     held = persistent(work) | update.state(work, gradients=False)
-    held |= {"unsharded parameters": unsharded(work), "merged adapters": copies}
     others = sum(size for use, size in held.items() if use in BY_OTHERS)
-    return FITS * work.gpu_memory - others - ROUNDING * (sum(held.values()) - others)
+    allocated = sum(held.values()) - others + unsharded(work) + copies
+    return FITS * work.gpu_memory - others - ROUNDING * allocated
 
 
 def sampler(work: Workload) -> Sampler:
@@ -99,17 +99,19 @@ def sampler(work: Workload) -> Sampler:
 
 def persistent(work: Workload) -> Uses:
     """What a rank holds in all phases."""
-    found = {"process": float(work.process)} | ({} if work.offloaded else shards(work))
+    found = {"process": float(work.process)}
+    if not work.offloaded:
+        found |= shards(work)
     found["reward models"] = float(work.reward_models)
     return found | vllm_memory.lasting(work)
 
 
 def shards(work: Workload) -> Uses:
     """Shards of the trained models and of the reference."""
-    return {
-        "parameters": sum(map(work.shard_bytes, work.models)),
-        "reference": work.shape.parameters * work.compute.itemsize / work.shards if work.reference else 0.0,
-    }
+    reference = 0.0
+    if work.reference:
+        reference = work.shape.parameters * work.compute.itemsize / work.shards
+    return {"parameters": sum(map(work.shard_bytes, work.models)), "reference": reference}
 
 
 def of_a_pass(work: Workload) -> float:
@@ -117,15 +119,20 @@ def of_a_pass(work: Workload) -> float:
 
     In the first block, the buffer from which the latter was gathered still exists.
     """
-    buffer = update.gathered(work, [work.shape], 0) if work.shards > 1 else 0.0
-    return update.gathered(work, [work.shape], 2) + buffer
+    models = [work.shape]
+    found = update.gathered(work, models, 2)
+    if work.shards > 1:
+        found += update.gathered(work, models, 0)
+    return found
 
 
 def unsharded(work: Workload) -> float:
     """Gathered parameters while sampling: the whole model, or one block after another."""
     if work.config.parallel.gather_for_sampling == "block":
         return of_a_pass(work)
-    return work.shape.parameters * work.compute.itemsize if work.sharded else 0.0
+    if not work.sharded:
+        return 0.0
+    return float(work.shape.parameters * work.compute.itemsize)
 
 
 def merged(work: Workload) -> float:
@@ -136,13 +143,16 @@ def merged(work: Workload) -> float:
     if work.adapter is None or work.device == "cpu" or work.config.parallel.gather_for_sampling == "block":
         return 0.0
     targets = set(lora.targets(work.adapter, work.shape))
-    sizes = _projections(work.shape)
-    adapted = [name for name in sizes if targets & set(lora.parts_of(work.shape, f"blocks.0.{name}"))]
-    numbers = work.shape.layers * sum(sizes[name] for name in adapted)
-    numbers += len(work.adapter.modules_to_save) * work.shape.vocab * work.shape.width
+    of_a_block = 0
+    for name, number in _projections(work.shape).items():
+        if targets & set(lora.parts_of(work.shape, f"blocks.0.{name}")):
+            of_a_block += number
+    retrained = len(work.adapter.modules_to_save) * work.shape.vocab * work.shape.width
+    numbers = work.shape.layers * of_a_block + retrained
     size = float(numbers * work.compute.itemsize)
-    fits = not work.gpu_memory or size <= decoding_memory.COPIES * _beside(work, 0.0)
-    return size if fits else 0.0
+    if work.gpu_memory and size > decoding_memory.COPIES * _beside(work, 0.0):
+        return 0.0
+    return size
 
 
 def _projections(shape: Shape) -> dict[str, int]:

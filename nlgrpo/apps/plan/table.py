@@ -231,10 +231,6 @@ def _step(cfg: Config, world: int) -> str:
     )
 
 
-def _has_own_critic(cfg: Config) -> bool:
-    return cfg.loss.algorithm == "ppo" and cfg.critic.trunk == "own"
-
-
 def _critic_rows(cfg: Config) -> dict[str, str]:
     """Row for the critic of PPO; none for other algorithms."""
     critic = cfg.critic

@@ -18,8 +18,10 @@ from nlgrpo.model.architectures import Shape
 def largest_moment(work: Workload) -> Uses:
     """What the update adds to the memory of all phases, where that is most."""
     layers = _layers(work)
-    done = {0, min(1, layers - 1), max(0, layers - 2), layers - 1}  # the sum is linear in between
-    moments = [_first_block(work), _loss(work), _last_reduction(work), *(_backward(work, n) for n in sorted(done))]
+    moments = [_first_block(work), _loss(work), _last_reduction(work)]
+    # between the first and the last blocks, the sum is linear in the number of those that are done
+    for done in sorted({0, min(1, layers - 1), max(0, layers - 2), layers - 1}):
+        moments.append(_backward(work, done))
     return max(moments, key=lambda uses: sum(uses.values()))
 
 
@@ -126,13 +128,15 @@ def _in_the_head(work: Workload) -> float:
     """A block of logits, and the gradient of the head: that of several blocks is summed in float32."""
     size = work.compute.itemsize
     head = _trained_head(work)
-    vocab = work.shape.vocab
     rows = logits_rows(work)
     wide = max(4, size) if rows < work.targets else size
-    block = logits(work)
+    in_block = head * wide + logits(work)
     if work.device == "cpu" and wide > size and head:
-        block += rows * vocab * wide  # the gradient of the logits, cast for the product
-    return max(head * wide + block, head * (wide + size))  # in a block; at the end, with the sum cast to the result
+        # the gradient of the logits is cast for the product
+        in_block += rows * work.shape.vocab * wide
+    # at the end, the sum is cast to the result
+    at_end = head * (wide + size)
+    return max(in_block, at_end)
 
 
 def _backward(work: Workload, done: int) -> Uses:
@@ -140,21 +144,31 @@ def _backward(work: Workload, done: int) -> Uses:
     size = work.compute.itemsize
     stored = work.stored.itemsize
     tokens = work.micro_batch
-    layers, (kept, running) = _layers(work), _kept(work)
+    kept, running = _kept(work)
+    left = _layers(work) - done - 1
     block = _trained_block(work)
     head = _trained_head(work)
     lasting = state(work, gradients=True)
-    if work.micro_batches == 1 and not work.offloaded:  # only the blocks that are done have gradients
-        first = 0 if work.sharded else head * stored
-        lasting["gradients"] = min(lasting["gradients"], first + done * block * stored / work.shards)
-    reduced = block * max(4, size) if done else 0.0  # the block before, which is reduced meanwhile
-    # At the beginning it has its activations, at the end its gradients.
-    own = max(tokens * (kept + running), block * (size if work.sharded else stored))
+    if work.micro_batches == 1 and not work.offloaded:
+        # only the blocks that are done have gradients, and without shards the head
+        blocks_done = done * block * stored / work.shards
+        head_done = 0 if work.sharded else head * stored
+        lasting["gradients"] = min(lasting["gradients"], head_done + blocks_done)
+    unsharded = 0.0
+    if work.sharded:
+        unsharded = float(head * size)
+        if done:
+            # those of the block before are reduced meanwhile
+            unsharded += block * max(4, size)
+    # a block has its activations at the beginning, and its gradients at the end
+    beginning = tokens * (kept + running)
+    end = block * (size if work.sharded else stored)
+    activations = tokens * (left * kept + _around(work)) + max(beginning, end)
     return {
         **lasting,
-        "unsharded parameters": _gathered(work, 2 if done < layers - 1 else 1),
-        "unsharded gradients": head * size + reduced if work.sharded else 0.0,
-        "activations": tokens * ((layers - done - 1) * kept + _around(work)) + own,
+        "unsharded parameters": _gathered(work, 2 if left else 1),
+        "unsharded gradients": unsharded,
+        "activations": activations,
     }
 
 
@@ -185,4 +199,7 @@ def logits(work: Workload) -> float:
     """A block of logits, and in plain PyTorch the temporary tensors of one chunk of it."""
     size = work.compute.itemsize
     numbers = logits_rows(work) * work.shape.vocab
-    return numbers * size + (0 if in_place(work) else min(numbers, CHUNK) * 3 * max(4, size))
+    if in_place(work):
+        return float(numbers * size)
+    chunk = min(numbers, CHUNK)
+    return float(numbers * size + 3 * chunk * max(4, size))

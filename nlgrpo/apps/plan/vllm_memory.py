@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from nlgrpo.apps.plan.workload import Uses, Workload
-from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import Shape
 from nlgrpo.model.decoder import Decoder
@@ -41,9 +40,8 @@ def lasting(work: Workload) -> Uses:
 
 def sampling(work: Workload) -> Uses:
     """What is added while vLLM samples, or takes new weights."""
-    asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
     return {
-        "vLLM": share(work) if asleep else 0.0,
+        "vLLM": share(work) if _sleeps(work) else 0.0,
         "gathered parameter": _handed_over(work),
     }
 
@@ -60,8 +58,13 @@ def on_host(work: Workload) -> Uses:
         if takes_adapters(work) or work.config.vllm.folder or not on_this_machine(work.config.vllm.servers):
             return {}
         return {"weights for the servers": 2.0 * work.shape.parameters * work.compute.itemsize / work.world}
-    asleep = work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
-    return {"vLLM weights": weights(work)} if asleep and takes_adapters(work) else {}
+    if _sleeps(work) and takes_adapters(work):
+        return {"vLLM weights": weights(work)}
+    return {}
+
+
+def _sleeps(work: Workload) -> bool:
+    return work.engine == "vllm" and work.device != "cpu" and work.config.vllm.sleep
 
 
 def takes_adapters(work: Workload) -> bool:
@@ -78,17 +81,6 @@ def cache_per_token(work: Workload) -> float:
     """Bytes that a token needs in the KV cache of each rank of an engine."""
     shape = work.shape
     return _part(work, 2 * shape.kv_heads * shape.head_dim * shape.layers)
-
-
-def rows(work: Workload) -> int:
-    """Completions of full length that an engine decodes together: as many as its KV cache holds, or max_rows."""
-    rollout = work.config.rollout
-    most = ROWS if rollout.max_rows is None else rollout.max_rows
-    if not work.gpu_memory:
-        return most
-    tokens = max(0.0, share(work) - weights(work)) / cache_per_token(work)
-    each = work.prompt / rollout.samples + work.columns  # a prompt is stored once for all its completions
-    return max(1, min(most, int(tokens / each)))
 
 
 def fault(work: Workload) -> str:
@@ -142,8 +134,10 @@ def _bytes_on_the_way(work: Workload) -> float:
     if work.engine == "servers":
         return size if work.device == "cpu" else size / work.shards
     kept = size if work.adapter is not None else work.stored.itemsize
-    built = size * (2 if work.device == "cpu" else 1)
-    return (kept if work.sharded else 0) + (size if kept != size else 0) + built
+    gathered = kept if work.sharded else 0
+    cast = size if kept != size else 0
+    built = 2 * size if work.device == "cpu" else size
+    return gathered + cast + built
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,5 +146,6 @@ def _largest(shape: Shape) -> tuple[int, int]:
     one = replace(shape, layers=1, windows=shape.windows[:1], scales=shape.scales[:1])
     with torch.device("meta"):
         sizes = {name: parameter.numel() for name, parameter in Decoder(one).named_parameters()}
+    outside = [number for name, number in sizes.items() if not name.startswith("blocks.")]
     inside = [number for name, number in sizes.items() if name.startswith("blocks.")]
-    return max(number for name, number in sizes.items() if not name.startswith("blocks.")), max(inside)
+    return max(outside), max(inside)

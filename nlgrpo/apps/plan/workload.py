@@ -1,4 +1,4 @@
-"""The numbers of a run that decide its memory and time, known before anything is loaded."""
+"""The numbers of a run that decide its memory, known before anything is loaded."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ class Workload:
         prompts = max(1, self.config.rollout.prompts // self.world)
         loss = self.config.loss
         offline = self.config.offline
-        sets = self.config.rollout.samples // offline.n if loss.offline else 1
+        if not loss.offline:
+            return prompts * self.samples
+        sets = self.config.rollout.samples // offline.n
         if loss.paired and offline.rejected == "all":
             sets *= offline.n * (offline.n - 1) // 2
         return prompts * sets * self.samples
@@ -183,22 +185,15 @@ class Workload:
         return max(1, -(-self.tokens // self.micro_batch))
 
     @property
-    def updates(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.config.loss.epochs * self.config.loss.minibatches
+    def scores(self) -> bool:
+        """Whether the completions are scored before the update.
 
-    @property
-    def passes(self) -> list[tuple[Shape, int]]:
-        """Models, with the outputs of their heads, that score the completions before the update.
-
-        The reference, the policy for importance weights or before several optimizer steps, and PPO's critic.
+        By the reference, by the policy for importance weights or before several optimizer steps, or by PPO's critic.
         """
         loss = self.config.loss
-        policy = (self.shape, self.shape.vocab)
-        found = [policy] * (loss.has_reference + (self.updates > 1 or loss.correction != "none"))
-        if loss.algorithm == "ppo":
-            found.append((self.shape if self.critic is None else self.critic, 1))
-        return found
+        updates = loss.epochs * loss.minibatches
+        by_policy = updates > 1 or loss.correction != "none"
+        return loss.has_reference or by_policy or loss.algorithm == "ppo"
 
     # --- activations --------------------------------------------------------------------------------------------------
 
