@@ -10,6 +10,7 @@ from helpers import run_ranks
 from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, servers, vllm_http
 from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.logprobs import next_token_logprobs
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.fsdp import shard
@@ -67,7 +68,7 @@ def test_a_server_samples_with_the_newest_adapter(tmp_path):
         engine = connect(tmp_path, server, adapter=LORA)
         for version in range(4):
             engine.take(model, version)
-            rollout = engine.generate(PROMPTS, 2, SAMPLING, seed=version)
+            rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, seed=version))
             assert rollout.version == version
             assert gap(rollout, model) < 1e-4
             with lora.disabled(model):
@@ -87,7 +88,9 @@ def two_ranks(rank, folder, urls):
     )
     for version in (7, 8):
         engine.take(model, version)
-        rollout = engine.generate(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+        rollout = engine.generate(
+            RolloutRequest(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+        )
         torch.save(rollout, folder / f"{rank}-{version}.pt")
     engine.close()
 
@@ -118,15 +121,15 @@ def test_a_server_that_is_restarted_with_another_model_is_named(tmp_path):
     with FakeVLLM(SOURCE, enable_lora=True) as server:
         engine = connect(tmp_path, server, adapter=LORA)
         engine.take(model, 0)
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         server.stop()
         server.start()
-        assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4  # it got the adapter again
+        assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4  # it got the adapter again
         server.stop()
         server.source = elsewhere(tmp_path / "other")
         server.start()
         with pytest.raises(EngineError, match="was started with another model than the one under the adapters"):
-            engine.generate(PROMPTS, 2, SAMPLING)
+            engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
 
 
 def test_a_server_with_weights_of_another_run_takes_no_adapters(tmp_path):
@@ -171,7 +174,7 @@ def test_older_weights_that_arrive_late_do_not_replace_newer_ones(tmp_path):
         with pytest.raises(vllm_http.ServerDown, match="it has newer weights than"):
             late.load(str(engine._folder(f"{engine.run}:0")), f"{engine.run}:0")
         assert server.version == "unknown"  # completions that name it are sampled again
-        rollout = engine.generate(PROMPTS, 2, SAMPLING)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         assert rollout.version == 1
         assert gap(rollout, model) < 1e-4
 
@@ -189,7 +192,7 @@ def test_a_server_that_two_ranks_restore_at_the_same_time(tmp_path):
         threads = [threading.Thread(target=one.load, args=(str(engine._folder(name)), name)) for one in others]
         for thread in threads:
             thread.start()
-        rollout = engine.generate(PROMPTS, 2, SAMPLING)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         for thread in threads:
             thread.join()
         assert gap(rollout, model) < 1e-4

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nlgrpo import cli, train
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends.vllm_engine import request_of
-from nlgrpo.engine.generation import generate
+from nlgrpo.engine.generation import RolloutRequest, generate
 from nlgrpo.engine.rollouts import collect
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.kernels import linear_logprob
@@ -134,7 +134,7 @@ def test_transformers_of_other_architectures_samples_none_of_them(work):
     sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
     wrapped.limit_vocabulary(KNOWN)
     truth = generate(decoder.load(work / "untied 32"), [[4, 5]], 16, sampling, seed=1)
-    ours = wrapped.generate([[4, 5]], 16, sampling, seed=1)
+    ours = wrapped.generate(RolloutRequest([[4, 5]], 16, sampling, seed=1))
     assert ours.completion_ids() == truth.completion_ids()
     torch.testing.assert_close(ours.logprobs, truth.logprobs, rtol=1e-4, atol=1e-5)
 
