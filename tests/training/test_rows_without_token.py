@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nlgrpo import cli, train
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.backends.vllm_engine import request_of
+from nlgrpo.engine.backends.vllm_engine import parameters_of
 from nlgrpo.engine.generation import RolloutRequest, generate
 from nlgrpo.engine.rollouts import collect
 from nlgrpo.engine.sampling import Sampling
@@ -148,9 +148,9 @@ def test_the_export_suppresses_them_in_transformers(work):
 
 
 def test_vllm_gets_the_lowest_bias_for_them():
-    sampling = Sampling(max_new_tokens=4)
-    assert "logit_bias" not in request_of(sampling, 2, 0)
-    assert request_of(sampling, 2, 0, range(32, 34))["logit_bias"] == {32: -100.0, 33: -100.0}
+    request = RolloutRequest([[4, 5]], 2, Sampling(max_new_tokens=4))
+    assert "logit_bias" not in parameters_of(request, 0)
+    assert parameters_of(request, 0, range(32, 34))["logit_bias"] == {32: -100.0, 33: -100.0}
 
 
 def test_the_plan_counts_them(work, capsys):
