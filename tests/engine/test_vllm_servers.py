@@ -377,10 +377,14 @@ def test_a_request_that_the_server_refuses_is_an_error_at_once(server, model, tm
     assert time.monotonic() - start < 5
 
 
-def test_a_server_with_other_options_says_how_to_start_it(server, model, tmp_path):
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(403, "disabled"), (404, "Not Found"), (404, "The path does not exist."), (405, "Method Not Allowed")],
+)
+def test_a_server_with_other_options_says_how_to_start_it(server, model, tmp_path, status, error):
     engine = connect(tmp_path, server)
     engine.take(model, 0)
-    server.status, server.error = 403, "disabled"
+    server.status, server.error = status, error
     with pytest.raises(EngineError, match=r"start the server with: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens"):
         engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
 
