@@ -96,11 +96,13 @@ def read(work):
 def test_samples_equal_the_loop_over_transformers(work, max_rows):
     ours, theirs, _, ids = read(work)
     sampling = Sampling(max_new_tokens=7, stop_ids=(EOS, 20, 21), temperature=0.8, top_k=20)
-    rollout = ours.generate(RolloutRequest(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows))
+    first = [0, 2, 1]
+    request = RolloutRequest(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows, first_sample=first)
+    rollout = ours.generate(request)
     completions = rollout.completion_ids()
     for p, prompt in enumerate(ids):
         for m in range(3):
-            tokens, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], m)
+            tokens, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], first[p] + m)
             assert completions[3 * p + m] == tokens
             assert rollout.logprobs[p, m, : len(tokens)].tolist() == pytest.approx(logps, abs=1e-4)
             assert bool(rollout.finished[p, m]) == (tokens[-1] in sampling.stop_ids)
