@@ -71,6 +71,8 @@ class _Response:
     """Response to a prompt while it grows, with what is known of the segments at its end."""
 
     prompt: int
+    start: float = math.nan
+    """r(x), the reward of the empty response."""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     value: float = math.nan
@@ -105,108 +107,131 @@ def sample(
     `engine.generate`.
     """
     check_prompts(model.shape, prompts, sampling)
-    index = range(len(prompts)) if index is None else index
-    cost = Cost()
-    responses = [_Response(p) for p in range(len(prompts))]
-    starts = _finite(rewards([r.prompt for r in responses], [()] * len(prompts)), responses, index)
-    cost.queries += len(prompts)
-    stops = frozenset(sampling.stop_ids)
-    for i in range(0, len(prompts), max_rows):
-        growing = responses[i : i + max_rows]
-        while growing:
-            rows = [(prompts[r.prompt], index[r.prompt], r) for r in growing]
-            segments = _segments(model, rows, how, sampling, seed, cost)
-            grown = [(*r.tokens, *s.tokens) for r, s in zip(growing, segments, strict=True)]
-            scored = _finite(rewards([r.prompt for r in growing], grown), growing, index)
-            cost.queries += len(growing)
-            cost.tokens += sum(len(segment.tokens) for segment in segments)
-            for response, segment, value in zip(growing, segments, scored, strict=True):
-                share = (len(response.tokens) + len(segment.tokens)) / sampling.max_new_tokens
-                tau = how.threshold(starts[response.prompt], share)
-                _decide(response, segment, value, tau, how, _uniform(seed, index[response.prompt], response.drawn))
-            limit = sampling.max_new_tokens
-            growing = [r for r in growing if len(r.tokens) < limit and not (r.tokens and r.tokens[-1] in stops)]
-    return [Candidate(r.tokens, r.tokens[-1] in stops, r.value, r.logprobs) for r in responses], cost
-
-
-def _decide(response: _Response, segment: Segment, value: float, tau: float, how: Cascade, noise: float) -> None:
-    """Append the segment if it is accepted, or the best of ``how.tries`` rejected ones."""
-    response.drawn += 1
-    accepted = noise < math.exp(min(0.0, (value - tau) / how.temperature))
-    if not accepted:
-        response.rejected.append((value, segment))
-        if len(response.rejected) < how.tries:
-            return
-        value, segment = max(response.rejected, key=lambda pair: pair[0])  # the first of ties
-    response.tokens = (*response.tokens, *segment.tokens)
-    response.logprobs = (*response.logprobs, *segment.logprobs)
-    response.value = value
-    response.rejected.clear()
-
-
-def _uniform(seed: int, prompt: int, number: int) -> float:
-    """Noise in [0, 1) that decides about a segment."""
-    one = torch.tensor([number])
-    return float(uniform_noise(seed ^ CHOICE, torch.tensor([prompt]), one, torch.tensor([0])))
-
-
-def _finite(rewards: Tensor, responses: Sequence[_Response], index: Sequence[int]) -> list[float]:
-    """Return the rewards as numbers. Raises UserError for one that is not finite."""
-    values: list[float] = rewards.double().tolist()
-    for value, response in zip(values, responses, strict=True):
-        if not math.isfinite(value):
-            raise UserError(
-                f"the reward of a beginning of the response to prompt {index[response.prompt]} is {value}; CARDS needs "
-                "rewards that score beginnings too, and expected a finite number"
-            )
-    return values
-
-
-def _segments(
-    model: Decoder,
-    rows: Sequence[tuple[Sequence[int], int, _Response]],
-    how: Cascade,
-    sampling: Sampling,
-    seed: int,
-    cost: Cost,
-) -> list[Segment]:
-    """Sample the next segment of each row (prompt, its number for the noise, response).
-
-    A segment ends with a stop id or with the last token of a response, else before the first token, after ``shortest``,
-    whose distribution under the model (at temperature 1, without filters) has an entropy of ``how.entropy`` or more.
-    """
-    cached = CachedDecoder(model)
-    device = model.head_weight.device
-    logits = cached.begin([[*prompt, *response.tokens] for prompt, _, response in rows])
-    room = torch.tensor([sampling.max_new_tokens - len(response.tokens) for _, _, response in rows], device=device)
-    steps = min(how.longest, int(room.max()))
-    cached.branch(torch.arange(len(rows), device=device), steps)
-    prompt, drawn = (
-        torch.tensor(x, device=device) for x in ([n for _, n, _ in rows], [response.drawn for _, _, response in rows])
+    growth = _Growth(
+        model=model,
+        prompts=prompts,
+        how=how,
+        sampling=sampling,
+        rewards=rewards,
+        seed=seed,
+        index=range(len(prompts)) if index is None else index,
     )
-    noise = uniform_noise(seed, prompt, drawn, torch.arange(steps, device=device))
-    stops = stop_tensor(sampling, device)
-    done = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    lengths = torch.zeros_like(room)
-    tokens = list[Tensor]()
-    logprobs = list[Tensor]()
-    for t in range(steps):
-        if t >= how.shortest:
-            done = done | (torch.distributions.Categorical(logits=logits.double()).entropy() >= how.entropy)
-        if bool(done.all()):
-            break
-        token, logprob = next_tokens(logits, noise[:, t], sampling)
-        tokens.append(token)
-        logprobs.append(logprob)
-        lengths += ~done
-        done = done | is_stop(token, stops) | (lengths == room)
-        logits = cached.read(token[:, None])
-    cost.cache_bytes = max(cost.cache_bytes, cached.cache.nbytes)
-    found = []
-    for ids, logp, length in zip(
-        torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), lengths.tolist(), strict=True
-    ):
-        if any(map(math.isnan, logp[:length])):
-            raise UserError(not_finite(sampling))
-        found.append(Segment(tuple(ids[:length]), tuple(logp[:length])))
-    return found
+    responses = [_Response(p) for p in range(len(prompts))]
+    starts = growth.score(responses, [()] * len(prompts))
+    for response, start in zip(responses, starts, strict=True):
+        response.start = start
+    for i in range(0, len(prompts), max_rows):
+        growth.grow(responses[i : i + max_rows])
+    candidates = []
+    for response in responses:
+        finished = response.tokens[-1] in sampling.stop_ids
+        candidates.append(Candidate(response.tokens, finished, response.value, response.logprobs))
+    return candidates, growth.cost
+
+
+@dataclass
+class _Growth:
+    """What all steps of `sample` need, under the names of its arguments, and the cost so far."""
+
+    model: Decoder
+    prompts: Sequence[Sequence[int]]
+    how: Cascade
+    sampling: Sampling
+    rewards: Rewards
+    seed: int
+    index: Sequence[int]
+    cost: Cost = field(default_factory=Cost)
+
+    def grow(self, responses: Sequence[_Response]) -> None:
+        """Sample segments of the responses until all are complete."""
+        limit = self.sampling.max_new_tokens
+        growing = list(responses)
+        while growing:
+            segments = self.segments(growing)
+            grown = [(*r.tokens, *s.tokens) for r, s in zip(growing, segments, strict=True)]
+            scored = self.score(growing, grown)
+            for response, segment, value in zip(growing, segments, scored, strict=True):
+                self.decide(response, segment, value)
+            growing = [r for r in growing if len(r.tokens) < limit and not self._ended(r)]
+
+    def _ended(self, response: _Response) -> bool:
+        return bool(response.tokens) and response.tokens[-1] in self.sampling.stop_ids
+
+    def score(self, responses: Sequence[_Response], tokens: Sequence[Sequence[int]]) -> list[float]:
+        """Return the rewards of beginnings of the responses. Raises UserError for one that is not finite."""
+        values: list[float] = self.rewards([r.prompt for r in responses], tokens).double().tolist()
+        for value, response in zip(values, responses, strict=True):
+            if not math.isfinite(value):
+                raise UserError(
+                    f"the reward of a beginning of the response to prompt {self.index[response.prompt]} is {value}; "
+                    "CARDS needs rewards that score beginnings too, and expected a finite number"
+                )
+        self.cost.queries += len(values)
+        return values
+
+    def decide(self, response: _Response, segment: Segment, value: float) -> None:
+        """Append the segment, with the reward ``value``, if it is accepted; or the best of N rejected ones."""
+        length = len(response.tokens) + len(segment.tokens)
+        threshold = self.how.threshold(response.start, length / self.sampling.max_new_tokens)
+        noise = self.noise(response)
+        response.drawn += 1
+        accepted = noise < math.exp(min(0.0, (value - threshold) / self.how.temperature))
+        if not accepted:
+            response.rejected.append((value, segment))
+            if len(response.rejected) < self.how.tries:
+                return
+            value, segment = max(response.rejected, key=lambda pair: pair[0])  # the first of ties
+        response.tokens = (*response.tokens, *segment.tokens)
+        response.logprobs = (*response.logprobs, *segment.logprobs)
+        response.value = value
+        response.rejected.clear()
+
+    def noise(self, response: _Response) -> float:
+        """Noise in [0, 1) that decides about the newest segment of a response."""
+        prompt = torch.tensor([self.index[response.prompt]])
+        number = torch.tensor([response.drawn])
+        return float(uniform_noise(self.seed ^ CHOICE, prompt, number, torch.tensor([0])))
+
+    def segments(self, responses: Sequence[_Response]) -> list[Segment]:
+        """Sample the next segment of each response.
+
+        A segment ends with a stop id or with the last token of a response, else before the first token, after
+        ``shortest``, whose distribution under the model (at temperature 1, without filters) has an entropy of
+        ``how.entropy`` or more.
+        """
+        device = self.model.head_weight.device
+        cached = CachedDecoder(self.model)
+        logits = cached.begin([[*self.prompts[r.prompt], *r.tokens] for r in responses])
+        room = torch.tensor([self.sampling.max_new_tokens - len(r.tokens) for r in responses], device=device)
+        steps = min(self.how.longest, int(room.max()))
+        cached.branch(torch.arange(len(responses), device=device), steps)
+        prompt = torch.tensor([self.index[r.prompt] for r in responses], device=device)
+        drawn = torch.tensor([r.drawn for r in responses], device=device)
+        noise = uniform_noise(self.seed, prompt, drawn, torch.arange(steps, device=device))
+        stops = stop_tensor(self.sampling, device)
+        done = torch.zeros(len(responses), dtype=torch.bool, device=device)
+        lengths = torch.zeros_like(room)
+        tokens = list[Tensor]()
+        logprobs = list[Tensor]()
+        for t in range(steps):
+            if t >= self.how.shortest:
+                entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+                done = done | (entropy >= self.how.entropy)
+            if bool(done.all()):
+                break
+            token, logprob = next_tokens(logits, noise[:, t], self.sampling)
+            tokens.append(token)
+            logprobs.append(logprob)
+            lengths += ~done
+            done = done | is_stop(token, stops) | (lengths == room)
+            logits = cached.read(token[:, None])
+        self.cost.cache_bytes = max(self.cost.cache_bytes, cached.cache.nbytes)
+        rows = torch.stack(tokens, 1).tolist()
+        logprobs_of_rows = torch.stack(logprobs, 1).tolist()
+        found = []
+        for ids, logp, length in zip(rows, logprobs_of_rows, lengths.tolist(), strict=True):
+            if any(map(math.isnan, logp[:length])):
+                raise UserError(not_finite(self.sampling))
+            found.append(Segment(tuple(ids[:length]), tuple(logp[:length])))
+        self.cost.tokens += sum(len(segment.tokens) for segment in found)
+        return found

@@ -117,8 +117,12 @@ def _hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _padded(chunks: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the chunks as (R, n), padded with 0, and the place (R,) of the last token of each."""
     longest = max(map(len, chunks))
-    tokens = torch.tensor([[*chunk, *[0] * (longest - len(chunk))] for chunk in chunks], device=device)
-    return tokens, torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
+    rows = []
+    for chunk in chunks:
+        padding = [0] * (longest - len(chunk))
+        rows.append([*chunk, *padding])
+    last = [len(chunk) - 1 for chunk in chunks]
+    return torch.tensor(rows, device=device), torch.tensor(last, device=device)
 
 
 def _check_context(name: str, model: Decoder, prompts: Sequence[Sequence[int]], room: int) -> None:
@@ -146,7 +150,11 @@ class Prefixes:
 
     def grow(self, rows: Sequence[int], chunks: Sequence[Sequence[int]]) -> None:
         """Make row i a copy of row ``rows[i]`` followed by ``chunks[i]``."""
-        self.rows = [(self.rows[r][0], (*self.rows[r][1], *chunk)) for r, chunk in zip(rows, chunks, strict=True)]
+        grown = []
+        for row, chunk in zip(rows, chunks, strict=True):
+            prompt, tokens = self.rows[row]
+            grown.append((prompt, (*tokens, *chunk)))
+        self.rows = grown
 
     def keep(self, rows: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
@@ -235,7 +243,8 @@ class TransformersPolicy:
         positions = torch.arange(self.column, self.column + tokens, device=device)
         noise = uniform_noise(self.seed, self.index[prompt], torch.tensor(places, device=device), positions)
         sequences = [[*prompts[p], *sampled] for p, sampled in self.prefixes.rows]
-        chunks = _chunks(*self.model.extend(sequences, noise, self.sampling, likely), self.sampling)
+        sampled_tokens, logprobs = self.model.extend(sequences, noise, self.sampling, likely)
+        chunks = _chunks(sampled_tokens, logprobs, self.sampling)
         self.prefixes.grow(range(len(rows)), [chunk.tokens for chunk in chunks])
         self.column += tokens
         return chunks
@@ -253,16 +262,15 @@ def _chunks(tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> list[Chunk]
     """Cut each row of ``tokens`` (R, n) after its first stop id. Raises UserError for a log-prob that is NaN."""
     chunks = []
     for row, logp in zip(tokens.tolist(), logprobs.tolist(), strict=True):
-        end = next((i + 1 for i, token in enumerate(row) if token in sampling.stop_ids), None)
+        stops = [i for i, token in enumerate(row) if token in sampling.stop_ids]
+        end = stops[0] + 1 if stops else len(row)
         if any(map(math.isnan, logp[:end])):
             raise UserError(not_finite(sampling))
-        chunks.append(Chunk(tuple(row[:end]), tuple(logp[:end]), end is not None))
+        chunks.append(Chunk(tuple(row[:end]), tuple(logp[:end]), ended=bool(stops)))
     return chunks
 
 
 def policy_of(model: Decoder | TransformersModel, sampling: Sampling, seed: int) -> Policy | TransformersPolicy:
-    return (
-        TransformersPolicy(model, sampling, seed)
-        if isinstance(model, TransformersModel)
-        else Policy(model, sampling, seed)
-    )
+    if isinstance(model, TransformersModel):
+        return TransformersPolicy(model, sampling, seed)
+    return Policy(model, sampling, seed)

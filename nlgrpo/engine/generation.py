@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,56 @@ from nlgrpo.model.decoder import Decoder, Head
 from nlgrpo.runtime.device import free_memory
 
 FIRST_COLUMNS = 32  # of the cache of a row; it doubles when it is full, because most rows finish before the limit
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What an engine samples: M completions for each of P prompts. It returns them as a `Rollout`."""
+
+    prompts: Sequence[Sequence[int]]
+    """Token ids of the P prompts."""
+    samples: int
+    """M, the number of completions of each prompt."""
+    sampling: Sampling
+    _: KW_ONLY
+    seed: int = 0
+    """Of the noise. The same seed and ``index`` give the same completions."""
+    index: Sequence[int] | None = None
+    """A number for each prompt, (P,), which seeds its noise. None: its position in ``prompts``."""
+    max_rows: int | None = None
+    """Limit of the completions that are decoded together, and thus of the cache. None: the engine's own choice.
+
+    An engine that schedules by itself may ignore it. The samples of one prompt are never divided by nlgrpo's engine.
+    """
+    first_sample: int | Sequence[int] = 0
+    """Number of the first completion, of all prompts or of each, (P,): from 2, M = 3 samples are those 2, 3 and 4."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each prompt for its noise, (P,)."""
+        return range(len(self.prompts)) if self.index is None else self.index
+
+    @property
+    def first_samples(self) -> list[int]:
+        """The number of the first completion of each prompt, (P,)."""
+        if isinstance(self.first_sample, int):
+            return [self.first_sample] * len(self.prompts)
+        return list(self.first_sample)
+
+    def part(self, start: int, stop: int) -> RolloutRequest:
+        """Return the request of the prompts from ``start`` to before ``stop``, with the same noise."""
+        return replace(
+            self,
+            prompts=self.prompts[start:stop],
+            index=self.numbers[start:stop],
+            first_sample=self.first_samples[start:stop],
+        )
+
+    def check(self, limits: ModelLimits) -> None:
+        """Raise UserError for ``samples`` below 1, and as `check_prompts`."""
+        if self.samples < 1:
+            raise UserError(f"samples = {self.samples}: expected at least 1")
+        check_prompts(limits, self.prompts, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -83,31 +133,34 @@ def generate(
     max_rows: int | None = None,
     first_sample: int | Sequence[int] = 0,
 ) -> Rollout:
-    """Sample ``samples`` completions of each prompt.
+    """Sample ``samples`` completions of each prompt. Arguments are the fields of `RolloutRequest`.
 
-    ``index`` seeds the noise of each prompt (default: its position in ``prompts``); the same seed and index give the
-    same completions. ``first_sample``: number of the first one; 2 with ``samples=3`` returns the samples 2, 3, 4 of
-    each prompt; or one number per prompt. ``max_rows`` limits the rows that are decoded together, and thus the size of
-    the cache; the samples of one prompt are never divided. None: see `rows_together`. A sharded model must be gathered
-    (``fsdp.gathered``).
+    ``max_rows=None``: see `rows_together`. A sharded model must be gathered (``fsdp.gathered``).
 
     Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room for
     ``sampling.max_new_tokens`` in the model's context, and if the rows do not fit into the memory of a GPU.
     """
-    if samples < 1:
-        raise UserError(f"samples = {samples}: expected at least 1")
-    check_prompts(model.shape, prompts, sampling)
-    index = range(len(prompts)) if index is None else index
-    first = firsts(first_sample, len(prompts))
+    request = RolloutRequest(
+        prompts, samples, sampling, seed=seed, index=index, max_rows=max_rows, first_sample=first_sample
+    )
+    return sample_rollout(model, request)
+
+
+def sample_rollout(model: Decoder, request: RolloutRequest) -> Rollout:
+    """`generate` for a request."""
+    request.check(model.shape)
+    prompts = request.prompts
+    samples = request.samples
+    max_rows = request.max_rows
     if max_rows is None:
-        max_rows = rows_together(model, max(map(len, prompts), default=0), samples, sampling)
-    chunk = max(1, max_rows // samples)
+        longest = max(map(len, prompts), default=0)
+        max_rows = rows_together(model, longest, samples, request.sampling)
+    together = max(1, max_rows // samples)  # prompts
     parts = []
-    with torch.inference_mode(), _out_of_memory(min(chunk, len(prompts)) * samples):
-        for i in range(0, len(prompts), chunk):
-            part = slice(i, i + chunk)
-            parts.append(_decode(model, prompts[part], samples, sampling, seed, index[part], first[part]))
-    return rollout_of(prompts, parts, samples, sampling, model.head_weight.device)
+    with torch.inference_mode(), _out_of_memory(min(together, len(prompts)) * samples):
+        for start in range(0, len(prompts), together):
+            parts.append(_decode(model, request.part(start, start + together)))
+    return rollout_of(request, parts, model.head_weight.device)
 
 
 def rows_together(model: Decoder, prompt_tokens: int, samples: int, sampling: Sampling) -> int:
@@ -144,11 +197,6 @@ def _out_of_memory(rows: int) -> Iterator[None]:
         ) from error
 
 
-def firsts(first_sample: int | Sequence[int], prompts: int) -> list[int]:
-    """Return the number of the first sample of each prompt."""
-    return [first_sample] * prompts if isinstance(first_sample, int) else list(first_sample)
-
-
 class ModelLimits(Protocol):
     """Context length and vocabulary size of a model, in tokens."""
 
@@ -181,17 +229,13 @@ def not_finite(sampling: Sampling) -> str:
     )
 
 
-def rollout_of(
-    prompts: Sequence[Sequence[int]],
-    parts: Sequence[tuple[Tensor, Tensor]],
-    samples: int,
-    sampling: Sampling,
-    device: torch.device,
-) -> Rollout:
+def rollout_of(request: RolloutRequest, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Rollout:
     """Build a `Rollout` from tokens and log-probs (r, l) of consecutive rows; zeros replace what follows a stop id.
 
     Raises UserError if a log-prob is not finite.
     """
+    samples = request.samples
+    sampling = request.sampling
     longest = max((tokens.shape[1] for tokens, _ in parts), default=0)
     empty = torch.zeros(0, longest, dtype=torch.int64, device=device)
     tokens = torch.cat([empty, *(F.pad(t, (0, longest - t.shape[1])) for t, _ in parts)])
@@ -206,7 +250,7 @@ def rollout_of(
         raise UserError(not_finite(sampling))
     shape = (rows // samples, samples)
     return Rollout(
-        prompt_ids=[list(p) for p in prompts],
+        prompt_ids=[list(p) for p in request.prompts],
         tokens=torch.where(inside, tokens, 0).view(*shape, longest),
         logprobs=torch.where(inside, logprobs, 0.0).view(*shape, longest),
         lengths=lengths.view(shape),
@@ -326,22 +370,17 @@ class _Rows:
         return [x[:unfinished] for x in others]
 
 
-def _decode(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    samples: int,
-    sampling: Sampling,
-    seed: int,
-    index: Sequence[int],
-    first: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Sample tokens with their log-probs, (R, L), for the R = P * samples rows; undefined after a stop id."""
+def _decode(model: Decoder, request: RolloutRequest) -> tuple[Tensor, Tensor]:
+    """Sample tokens with their log-probs, (R, L), for the R = P * M rows; undefined after a stop id."""
     device = model.head_weight.device
+    prompts = request.prompts
+    sampling = request.sampling
     limit = sampling.max_new_tokens
-    prompt = torch.arange(len(prompts), device=device).repeat_interleave(samples)
-    keys = torch.tensor(list(index), device=device)[prompt]
-    sample = torch.tensor(list(first), device=device)[:, None] + torch.arange(samples, device=device)
-    noise = uniform_noise(seed, keys, sample.flatten(), torch.arange(limit, device=device))
+    prompt = torch.arange(len(prompts), device=device).repeat_interleave(request.samples)
+    keys = torch.tensor(list(request.numbers), device=device)[prompt]
+    first = torch.tensor(request.first_samples, device=device)
+    sample = first[:, None] + torch.arange(request.samples, device=device)
+    noise = uniform_noise(request.seed, keys, sample.flatten(), torch.arange(limit, device=device))
     decoder = CachedDecoder(model)
     rows = _Rows(noise)
     logits = decoder.begin(prompts)[prompt]

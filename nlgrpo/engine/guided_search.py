@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue, Policy, TransformersPolicy, policy_of
+from nlgrpo.engine.chunked_decoding import Chunk, ImplicitReward, ModelValue, Policy, TransformersPolicy, policy_of
 from nlgrpo.engine.generation import check_prompts
 from nlgrpo.engine.sampling import Sampling, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -185,8 +185,9 @@ def search(
     cost = Cost()
     batch = max(1, max_rows // how.candidates)
     for i in range(0, len(prompts), batch):
-        tree = _Tree(policy, values, how, index[i : i + batch], cost, valued)
-        candidates += tree.grow(prompts[i : i + batch])
+        part = slice(i, i + batch)
+        tree = _Tree(policy=policy, values=values, how=how, index=index[part], cost=cost, valued=valued)
+        candidates += tree.grow(prompts[part])
     return candidates, cost
 
 
@@ -237,35 +238,52 @@ class _Tree:
             length = length + tokens
             successors = self.how.successors
             incomplete = {beam.prompt for beam in candidates if not beam.finished and length < limit}
-            new = [b for b in candidates if b.row is not None and (self.valued or b.prompt in incomplete)]
+            growing = [beam for beam in candidates if beam.prompt in incomplete]
+            complete = [beam for beam in candidates if beam.prompt not in incomplete]
+            new = [beam for beam in (candidates if self.valued else growing) if beam.row is not None]
             self._score(new)
             if self.how.softmax:
                 _normalize(candidates)
             self.cost.cache_bytes = max(self.cost.cache_bytes, self._bytes())
-            for beam in candidates:
-                if beam.prompt not in incomplete:
-                    places = self.how.successors if beam.row is None else 1
-                    complete = Candidate(beam.tokens, beam.finished, beam.value, beam.logprobs, places)
-                    found[beam.prompt].append(complete)
-            beams = self._choose([beam for beam in candidates if beam.prompt in incomplete], new, length)
+            for beam in complete:
+                found[beam.prompt].append(self._candidate(beam))
+            beams = self._choose(growing, new, length)
         return found
+
+    def _candidate(self, beam: _Beam) -> Candidate:
+        places = self.how.successors if beam.row is None else 1
+        return Candidate(beam.tokens, beam.finished, beam.value, beam.logprobs, places)
 
     def _expand(self, beams: Sequence[_Beam], successors: int, tokens: int) -> list[_Beam]:
         """Extend unfinished beams by ``successors`` chunks each. Return all candidates, sorted by prompt."""
-        growing = [beam for beam in beams if beam.row is not None for _ in range(successors)]
-        places = [beam.place * successors + b % successors for b, beam in enumerate(growing)]
-        likely = [b % successors for b in range(len(growing))] if self.how.likeliest else None
-        chunks = self.policy.expand([_row(beam) for beam in growing], places, tokens, likely) if growing else []
-        found = [replace(beam, place=beam.place * successors) for beam in beams if beam.row is None]
-        for row, (beam, place, chunk) in enumerate(zip(growing, places, chunks, strict=True)):
+        found = []
+        growing = []
+        ranks = []
+        for beam in beams:
+            if beam.row is None:
+                found.append(replace(beam, place=beam.place * successors))
+                continue
+            for rank in range(successors):
+                growing.append(replace(beam, place=beam.place * successors + rank))
+                ranks.append(rank)
+        chunks = list[Chunk]()
+        if growing:
+            rows = [_row(beam) for beam in growing]
+            places = [beam.place for beam in growing]
+            chunks = self.policy.expand(rows, places, tokens, ranks if self.how.likeliest else None)
+        for row, (beam, chunk) in enumerate(zip(growing, chunks, strict=True)):
             if chunk.logprobs[-1] == -math.inf:  # fewer tokens than successors are possible
                 continue
-            all_tokens = (*beam.tokens, *chunk.tokens)
-            logprobs = (*beam.logprobs, *chunk.logprobs)
             extended = _Beam(
-                beam.prompt, place, row, all_tokens, chunk.ended, logprobs=logprobs, parent=_row(beam),
+                prompt=beam.prompt,
+                place=beam.place,
+                row=row,
+                tokens=(*beam.tokens, *chunk.tokens),
+                finished=chunk.ended,
+                logprobs=(*beam.logprobs, *chunk.logprobs),
+                parent=_row(beam),
                 chunk=chunk.tokens,
-            )  # fmt: skip
+            )
             found.append(extended)
             self.cost.tokens += len(chunk.tokens)
         return sorted(found, key=lambda beam: (beam.prompt, beam.place))  # decides ties
@@ -275,26 +293,38 @@ class _Tree:
         chosen = []
         for _, group in groupby(candidates, key=lambda beam: beam.prompt):
             of_prompt = list(group)
-            keys = self._keys(of_prompt, length) if self.how.temperature > 0 else [beam.value for beam in of_prompt]
-            best = select(keys, [beam.tokens for beam in of_prompt], self.how.beams, diverse=self.how.diverse)
-            chosen += [replace(of_prompt[i], place=place) for place, i in enumerate(best)]
+            keys = [beam.value for beam in of_prompt]
+            if self.how.temperature > 0:
+                keys = self._keys(of_prompt, length)
+            texts = [beam.tokens for beam in of_prompt]
+            for place, i in enumerate(select(keys, texts, self.how.beams, diverse=self.how.diverse)):
+                chosen.append(replace(of_prompt[i], place=place))
         growing = [beam for beam in chosen if not beam.finished]
         if growing:
             self.policy.keep([_row(beam) for beam in growing], [beam.tokens[-1] for beam in growing])
             rows_of_values = {_row(beam): i for i, beam in enumerate(scored)}
             for value, _ in self.values:
                 value.keep([rows_of_values[_row(beam)] for beam in growing])
-        rows = iter(range(len(growing)))
-        return [replace(beam, row=None if beam.finished else next(rows)) for beam in chosen]
+        beams = []
+        row = 0
+        for beam in chosen:
+            if beam.finished:
+                beams.append(replace(beam, row=None))
+            else:
+                beams.append(replace(beam, row=row))
+                row += 1
+        return beams
 
     def _score(self, new: Sequence[_Beam]) -> None:
         """Score the candidates that have a new chunk, and set their values."""
         if not new:
             return
+        parents = [beam.parent for beam in new]
+        chunks = [beam.chunk for beam in new]
         total = torch.zeros(len(new), dtype=torch.float64)
         terms = [total]
         for value, beta in self.values:
-            scores = value.score([beam.parent for beam in new], [beam.chunk for beam in new]).double().cpu()
+            scores = value.score(parents, chunks).double().cpu()
             wrong = (~scores.isfinite()).nonzero()
             if len(wrong):
                 beam = new[int(wrong[0])]
@@ -306,9 +336,8 @@ class _Tree:
             total += terms[-1]
             self.cost.queries += len(new)
         if not total.isfinite().all():
-            raise UserError(
-                f"sum_i V_i / beta_i is not finite for beta = {', '.join(f'{beta:g}' for _, beta in self.values)}"
-            )
+            betas = ", ".join(f"{beta:g}" for _, beta in self.values)
+            raise UserError(f"sum_i V_i / beta_i is not finite for beta = {betas}")
         for i, (beam, value_sum) in enumerate(zip(new, total.tolist(), strict=True)):
             beam.earlier = math.fsum(float(term[i]) for term in terms[1:-1])
             beam.last = float(terms[-1][i])

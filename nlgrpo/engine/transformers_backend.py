@@ -14,7 +14,7 @@ from transformers import logging as transformers_logging
 
 from nlgrpo.engine import generation
 from nlgrpo.engine.decoding_memory import ROWS
-from nlgrpo.engine.generation import Rollout, check_prompts, firsts, rollout_of
+from nlgrpo.engine.generation import Rollout, RolloutRequest, rollout_of
 from nlgrpo.engine.sampling import Sampling, next_tokens, uniform_noise
 from nlgrpo.errors import UserError
 from nlgrpo.model import decoder, hf_weights
@@ -90,7 +90,7 @@ class TransformersModel(nn.Module):
         It detects architectures that lose their state between the steps of transformers' `generate`.
         """
         ids = [i % self.shape.vocab for i in (1, 2, 3)]
-        rollout = self.generate([ids], 8, Sampling(max_new_tokens=4))
+        rollout = self.generate(RolloutRequest([ids], 8, Sampling(max_new_tokens=4)))
         tokens = rollout.tokens[0]
         sequences = torch.cat([tokens.new_tensor(ids).expand(len(tokens), -1), tokens], 1)
         one_pass = self.model(sequences).logits[:, 2:-1].float().log_softmax(-1)
@@ -111,34 +111,22 @@ class TransformersModel(nn.Module):
             ),
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        index: Sequence[int] | None = None,
-        max_rows: int | None = None,
-        first_sample: int | Sequence[int] = 0,
-    ) -> Rollout:
-        """Sample completions; arguments, result and errors as in `engine.generate`."""
-        check_prompts(self.shape, prompts, sampling)
-        if samples < 1:
-            raise UserError(f"samples = {samples}: expected at least 1")
-        index = range(len(prompts)) if index is None else index
-        limit = sampling.max_new_tokens
+    def generate(self, request: RolloutRequest) -> Rollout:
+        """Sample completions; result and errors as in `engine.generate`."""
+        request.check(self.shape)
+        positions = torch.arange(request.sampling.max_new_tokens, device=self.device)
+        numbers = request.numbers
+        first = request.first_samples
+        rows = [(p, m) for p in range(len(request.prompts)) for m in range(request.samples)]
+        together = request.max_rows or ROWS
         parts = []
-        first = firsts(first_sample, len(prompts))
-        keys = [(p, m) for p in range(len(prompts)) for m in range(samples)]
-        together = max_rows or ROWS
-        for start in range(0, len(keys), together):
-            batch = keys[start : start + together]
-            key = torch.tensor([index[p] for p, _ in batch], device=self.device)
+        for start in range(0, len(rows), together):
+            batch = rows[start : start + together]
+            key = torch.tensor([numbers[p] for p, _ in batch], device=self.device)
             sample = torch.tensor([first[p] + m for p, m in batch], device=self.device)
-            noise = uniform_noise(seed, key, sample, torch.arange(limit, device=self.device))
-            parts.append(self.extend([prompts[p] for p, _ in batch], noise, sampling))
-        return rollout_of(prompts, parts, samples, sampling, self.device)
+            noise = uniform_noise(request.seed, key, sample, positions)
+            parts.append(self.extend([request.prompts[p] for p, _ in batch], noise, request.sampling))
+        return rollout_of(request, parts, self.device)
 
     def close(self) -> None:
         """Nothing has to be ended."""

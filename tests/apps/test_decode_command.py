@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from nlgrpo import cli
 from nlgrpo.apps.guided import decoding
-from nlgrpo.apps.guided.decoding_methods import DecodingMethod, decoding_method
+from nlgrpo.apps.guided.decoding_methods import DecodingMethod, GivenModels, decoding_method
 from nlgrpo.engine import cascade_sampling, guided_search, guides
 from nlgrpo.engine.cascade_sampling import Cascade
 from nlgrpo.engine.generation import generate
@@ -551,17 +551,19 @@ def test_every_seed_has_the_same_prompts_in_the_same_order(work):
 
 def test_methods():
     like = Search(temperature=0.5, diverse=False)
-    assert decoding_method("iro", 8, Search(), 64, 3) == DecodingMethod("iro", 8, Search(2, 4, 16), (0, 1, 2))
-    assert decoding_method("iro:2", 16, Search(), 64, 3) == DecodingMethod("iro:2", 16, Search(4, 4, 16), (0, 1))
-    assert decoding_method("iro", 7, Search(), 64, 1).search == Search(1, 7, 16)
-    assert decoding_method("iro", 8, like, 64, 1).search == Search(2, 4, 16, 0.5, False)
-    assert decoding_method("bon", 9, like, 64, 0) == DecodingMethod("bon", 9, Search(1, 9, 64))
-    assert decoding_method("bon", 9, like, 64, 3, True, by_value=True) == DecodingMethod(
+    none, one, three = GivenModels(), GivenModels(1), GivenModels(3)
+    compressed = GivenModels(3, compressed=True)
+    assert decoding_method("iro", 8, Search(), 64, three) == DecodingMethod("iro", 8, Search(2, 4, 16), (0, 1, 2))
+    assert decoding_method("iro:2", 16, Search(), 64, three) == DecodingMethod("iro:2", 16, Search(4, 4, 16), (0, 1))
+    assert decoding_method("iro", 7, Search(), 64, one).search == Search(1, 7, 16)
+    assert decoding_method("iro", 8, like, 64, one).search == Search(2, 4, 16, 0.5, False)
+    assert decoding_method("bon", 9, like, 64, none) == DecodingMethod("bon", 9, Search(1, 9, 64))
+    assert decoding_method("bon", 9, like, 64, compressed, by_value=True) == DecodingMethod(
         "bon", 9, Search(1, 9, 64), (0, 1, 2)
     )
-    assert decoding_method("args", 9, like, 64, 0, by_value=True) == decoding_method("args", 9, Search(), 64, 0)
-    assert decoding_method("args", 9, like, 64, 0).weight == 1.0
-    assert decoding_method("compressed", 8, like, 64, 3, True) == DecodingMethod(
+    assert decoding_method("args", 9, like, 64, none, by_value=True) == decoding_method("args", 9, Search(), 64, none)
+    assert decoding_method("args", 9, like, 64, none).weight == 1.0
+    assert decoding_method("compressed", 8, like, 64, compressed) == DecodingMethod(
         "compressed", 8, Search(2, 4, 16, 0.5, False), (3,)
     )
 

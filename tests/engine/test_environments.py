@@ -437,10 +437,11 @@ class Scripted:
     def __init__(self, model, *answers):
         self.shape, self.answers, self.asked = model.shape, list(answers), []
 
-    def generate(self, prompts, samples, sampling, **_):
+    def generate(self, request):
         answer = self.answers.pop(0)
+        prompts = request.prompts
         self.asked += prompts
-        rows, shape = len(prompts) * samples, (len(prompts), samples)
+        rows, shape = len(prompts) * request.samples, (len(prompts), request.samples)
         tokens = torch.tensor([answer] * rows).view(*shape, -1)
         lengths = torch.full(shape, len(answer))
         return Rollout(list(prompts), tokens, torch.full(tokens.shape, -1.0), lengths, lengths > 0, 3)

@@ -231,7 +231,7 @@ def test_a_cpu_decodes_256_rows_together(tmp_path, monkeypatch):
     model, seen = decoder.load(tmp_path), []
     decode = generation._decode
     monkeypatch.setattr(
-        generation, "_decode", lambda m, prompts, *rest: seen.append(len(prompts)) or decode(m, prompts, *rest)
+        generation, "_decode", lambda m, request: seen.append(len(request.prompts)) or decode(m, request)
     )
     generate(model, [[5]] * 100, 4, Sampling(max_new_tokens=1))
     assert seen == [64, 36]

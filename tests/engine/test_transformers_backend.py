@@ -21,7 +21,7 @@ from nlgrpo import cli
 from nlgrpo.engine import guided_search, transformers_backend
 from nlgrpo.engine.backends import engine_of
 from nlgrpo.engine.chunked_decoding import ModelValue
-from nlgrpo.engine.generation import generate
+from nlgrpo.engine.generation import RolloutRequest, generate
 from nlgrpo.engine.guided_search import Search
 from nlgrpo.engine.sampling import Sampling, draw, log_distribution, uniform_noise
 from nlgrpo.engine.transformers_backend import TransformersModel
@@ -96,11 +96,13 @@ def read(work):
 def test_samples_equal_the_loop_over_transformers(work, max_rows):
     ours, theirs, _, ids = read(work)
     sampling = Sampling(max_new_tokens=7, stop_ids=(EOS, 20, 21), temperature=0.8, top_k=20)
-    rollout = ours.generate(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows)
+    first = [0, 2, 1]
+    request = RolloutRequest(ids, 3, sampling, seed=5, index=[4, 9, 2], max_rows=max_rows, first_sample=first)
+    rollout = ours.generate(request)
     completions = rollout.completion_ids()
     for p, prompt in enumerate(ids):
         for m in range(3):
-            tokens, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], m)
+            tokens, logps = by_hand(theirs, prompt, sampling, 5, [4, 9, 2][p], first[p] + m)
             assert completions[3 * p + m] == tokens
             assert rollout.logprobs[p, m, : len(tokens)].tolist() == pytest.approx(logps, abs=1e-4)
             assert bool(rollout.finished[p, m]) == (tokens[-1] in sampling.stop_ids)
@@ -146,7 +148,7 @@ def test_chunks_of_full_length_are_plain_samples(work):
     ours, _, _, ids = read(work)
     sampling = Sampling(max_new_tokens=5, stop_ids=(EOS,))
     found, _ = guided_search.search(ours, ids, Search(2, 2, 5), sampling, [], seed=1)
-    samples = engine_of(ours).generate(ids, 4, sampling, seed=1).completion_ids()
+    samples = engine_of(ours).generate(RolloutRequest(ids, 4, sampling, seed=1)).completion_ids()
     assert [list(one.tokens) for candidates in found for one in candidates] == samples
 
 
@@ -171,7 +173,7 @@ def test_float64_models_are_sampled_from_float32_logits(work):
         AutoModelForCausalLM.from_pretrained(work / "policy"),
     )
     prompts, sampling = [[3, 4, 5], [6, 7]], Sampling(max_new_tokens=4)
-    rollout = ours.generate(prompts, 2, sampling, seed=1)
+    rollout = ours.generate(RolloutRequest(prompts, 2, sampling, seed=1))
     for p, prompt in enumerate(prompts):
         tokens, logps = by_hand(theirs.eval(), prompt, sampling, 1, p, 1)
         assert rollout.tokens[p, 1].tolist() == tokens
@@ -189,21 +191,21 @@ def test_a_supported_family_uses_the_decoder(tmp_path):
     theirs = TransformersModel(AutoModelForCausalLM.from_pretrained(tmp_path))
     prompts, sampling = [[3, 4], [5, 6, 7]], Sampling(max_new_tokens=6)
     ours = generate(transformers_backend.load_frozen(tmp_path), prompts, 3, sampling, seed=2)
-    assert theirs.generate(prompts, 3, sampling, seed=2).completion_ids() == ours.completion_ids()
+    assert theirs.generate(RolloutRequest(prompts, 3, sampling, seed=2)).completion_ids() == ours.completion_ids()
     assert theirs.shape.context == decoder.load(tmp_path).shape.context
 
 
 def test_limits_of_context_and_vocabulary(work):
     ours, _, _, ids = read(work)
     with pytest.raises(ValueError, match="outside"):
-        ours.generate([[len(WORDS)]], 1, Sampling(max_new_tokens=2))
+        ours.generate(RolloutRequest([[len(WORDS)]], 1, Sampling(max_new_tokens=2)))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         guided_search.search(ours, [ids[0], []], Search(1, 1, 1), Sampling(max_new_tokens=2), [])
     with pytest.raises(ValueError, match="samples = 0"):
-        ours.generate(ids, 0, Sampling(max_new_tokens=2))
+        ours.generate(RolloutRequest(ids, 0, Sampling(max_new_tokens=2)))
     if ours.shape.context < transformers_backend.UNBOUNDED:
         with pytest.raises(ValueError, match="the model's context of 64"):
-            ours.generate(ids, 1, Sampling(max_new_tokens=64))
+            ours.generate(RolloutRequest(ids, 1, Sampling(max_new_tokens=64)))
 
 
 def test_the_commands(work, capsys):

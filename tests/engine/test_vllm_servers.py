@@ -16,6 +16,7 @@ from support.helpers import run_ranks
 from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, frozen, servers, vllm_http
 from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.model.fsdp import shard
@@ -46,7 +47,7 @@ def test_completions_are_samples_of_the_weights_that_were_given(server, model, t
     engine = connect(tmp_path, server)
     for version in range(3):
         engine.take(model, version)
-        rollout = engine.generate(PROMPTS, 3, SAMPLING, seed=version)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 3, SAMPLING, seed=version))
         assert rollout.version == version
         assert rollout.prompt_ids == PROMPTS
         assert rollout.tokens.shape[:2] == (4, 3)
@@ -65,13 +66,13 @@ def test_completions_are_samples_of_the_weights_that_were_given(server, model, t
 def test_seeds_depend_on_seed_prompt_and_sample_only(server, model, tmp_path):
     engine = connect(tmp_path, server)
     engine.take(model, 0)
-    whole = engine.generate(PROMPTS, 2, SAMPLING, seed=3, index=[5, 6, 7, 8])
-    part = engine.generate(PROMPTS[2:], 2, SAMPLING, seed=3, index=[7, 8])
+    whole = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, seed=3, index=[5, 6, 7, 8]))
+    part = engine.generate(RolloutRequest(PROMPTS[2:], 2, SAMPLING, seed=3, index=[7, 8]))
     assert whole.completion_ids()[4:] == part.completion_ids()
-    assert engine.generate(PROMPTS, 2, SAMPLING, seed=4).completion_ids() != whole.completion_ids()
-    same = engine.generate([PROMPTS[0]] * 2, 2, SAMPLING, seed=3, index=[0, 1]).completion_ids()
+    assert engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, seed=4)).completion_ids() != whole.completion_ids()
+    same = engine.generate(RolloutRequest([PROMPTS[0]] * 2, 2, SAMPLING, seed=3, index=[0, 1])).completion_ids()
     assert same[:2] != same[2:]
-    later = engine.generate(PROMPTS[:1], 2, SAMPLING, seed=3, index=[5], first_sample=2)
+    later = engine.generate(RolloutRequest(PROMPTS[:1], 2, SAMPLING, seed=3, index=[5], first_sample=2))
     assert later.completion_ids() != whole.completion_ids()[:2]
 
 
@@ -79,7 +80,7 @@ def test_prompts_are_spread_by_load_and_the_rows_are_limited(model, tmp_path):
     with FakeVLLM(SOURCE, delay=0.05) as fast, FakeVLLM(SOURCE, delay=0.4) as slow:
         engine = connect(tmp_path, fast, slow)
         engine.take(model, 0)
-        engine.generate(PROMPTS * 5, 2, SAMPLING, max_rows=8)
+        engine.generate(RolloutRequest(PROMPTS * 5, 2, SAMPLING, max_rows=8))
         assert len(fast.prompts) + len(slow.prompts) == 20
         assert len(fast.prompts) > 2 * len(slow.prompts) > 0
         assert fast.most + slow.most <= 4  # max_rows = 8 completions, 2 per prompt
@@ -90,7 +91,7 @@ def test_a_frozen_model_is_read_by_the_servers_from_its_own_directory(server):
     options = VLLMConfig(servers=(server.url,), timeout=5.0)
     change(server.model)  # the server has other weights
     engine = frozen.load_engine(SOURCE, torch.float32, ONE, "vllm", options=options, context=60)
-    rollout = engine.generate(PROMPTS, 2, SAMPLING)
+    rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
     assert rollout.version is None
     assert gap(rollout, decoder.load(SOURCE)) < 1e-4
     engine.close()
@@ -105,7 +106,9 @@ def two_ranks(rank, folder, urls):
         settings, model.shape, ranks=ranks, compute=torch.float32, context=60, folder=folder / "engine"
     )
     engine.take(model, 7)
-    rollout = engine.generate(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+    rollout = engine.generate(
+        RolloutRequest(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+    )
     torch.save((rollout, engine.run), folder / f"{rank}.pt")
     engine.close()
 
@@ -127,10 +130,10 @@ def test_a_server_that_was_restarted_gets_the_weights_again(server, model, tmp_p
     change(model)
     engine = connect(tmp_path, server)
     engine.take(model, 4)
-    engine.generate(PROMPTS, 2, SAMPLING)
+    engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
     server.stop()
     server.start()  # with the weights that it was started with
-    rollout = engine.generate(PROMPTS, 2, SAMPLING, seed=1)
+    rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, seed=1))
     assert rollout.version == 4
     assert gap(rollout, model) < 1e-4
     assert "does not sample: it sampled with the weights ['default'], not with" in capsys.readouterr().err
@@ -151,7 +154,7 @@ def test_a_server_that_is_restarted_while_it_samples_is_waited_for(server, model
 
     thread = threading.Thread(target=restart)
     thread.start()
-    rollout = engine.generate(PROMPTS * 3, 2, SAMPLING, max_rows=4)
+    rollout = engine.generate(RolloutRequest(PROMPTS * 3, 2, SAMPLING, max_rows=4))
     thread.join()
     assert gap(rollout, model) < 1e-4
     said = capsys.readouterr().err
@@ -163,7 +166,7 @@ def test_completions_of_other_weights_are_never_used(server, model, tmp_path):
     engine.take(model, 0)
     server.lying, engine.timeout = "someone:3", 0.5
     with pytest.raises(EngineError, match=r"it sampled with the weights \['someone:3'\], not with '\w+:0'"):
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
 
 
 def test_another_trainer_that_uses_the_server_is_noticed(server, model, tmp_path):
@@ -172,7 +175,7 @@ def test_another_trainer_that_uses_the_server_is_noticed(server, model, tmp_path
     change(model)
     second.take(model, 0)  # the same step of another run
     assert first.names != second.names
-    rollout = first.generate(PROMPTS, 2, SAMPLING)
+    rollout = first.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
     assert gap(rollout, decoder.load(SOURCE)) < 1e-4  # its own weights, given to the server again
 
 
@@ -182,7 +185,7 @@ def test_a_completion_may_continue_with_newer_weights(server, model, tmp_path):
     engine.take(model, 0)
     server.gate = threading.Event()
     rollouts = []
-    thread = threading.Thread(target=lambda: rollouts.append(engine.generate(PROMPTS, 2, SAMPLING)))
+    thread = threading.Thread(target=lambda: rollouts.append(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))))
     thread.start()
     while server.calls.count("/inference/v1/generate") < 4:
         time.sleep(0.01)
@@ -192,7 +195,7 @@ def test_a_completion_may_continue_with_newer_weights(server, model, tmp_path):
     assert rollouts[0].version == 1  # the fake server samples after its gate
     server.lying, engine.timeout = engine.names[0], 0.3
     with pytest.raises(EngineError, match=r"it sampled with the weights \['\w+:0'\], not with '\w+:1'"):
-        engine.generate(PROMPTS, 2, SAMPLING)  # older weights are not allowed
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))  # older weights are not allowed
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -214,16 +217,16 @@ def test_a_faulty_completion_is_named(server, model, tmp_path, fault, message):
     engine.take(model, 0)
     server.fault = fault
     with pytest.raises(EngineError, match=message):
-        engine.generate(PROMPTS, 3, Sampling(max_new_tokens=40, stop_ids=(2,)))
+        engine.generate(RolloutRequest(PROMPTS, 3, Sampling(max_new_tokens=40, stop_ids=(2,))))
     server.fault = ""
-    engine.generate(PROMPTS, 3, SAMPLING)  # the next rollout is complete
+    engine.generate(RolloutRequest(PROMPTS, 3, SAMPLING))  # the next rollout is complete
 
 
 def test_an_aborted_request_is_sampled_again(server, model, tmp_path, capsys):
     engine = connect(tmp_path, server)
     engine.take(model, 0)
     server.aborts = 2
-    assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+    assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4
     assert "does not sample: it aborted the request" in capsys.readouterr().err
 
 
@@ -240,7 +243,7 @@ def test_a_server_that_a_killed_trainer_left_paused_is_resumed(server, model, tm
     engine = connect(tmp_path, server)
     assert time.monotonic() - start > 0.3  # the trainer may be alive
     engine.take(model, 0)
-    assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+    assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4
 
 
 def test_a_server_that_an_earlier_start_of_the_run_paused_is_resumed_at_once(server, model, tmp_path, monkeypatch):
@@ -265,7 +268,7 @@ def test_a_server_that_an_earlier_start_of_the_run_paused_is_resumed_at_once(ser
         assert time.monotonic() - start > vllm_http.PAUSED
         for engine in (resumed, waited):
             engine.take(model, 0)
-            assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+            assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4
             assert not pauses.exists()
 
 
@@ -273,7 +276,7 @@ def test_a_pause_that_cannot_be_recorded_is_no_error(server, model, tmp_path):
     (tmp_path / "file").write_text("")
     engine = connect(tmp_path, server, pauses=tmp_path / "file" / "paused-servers")
     engine.take(model, 0)
-    assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+    assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4
 
 
 def test_folders_of_other_runs_and_of_the_user_stay(server, model, tmp_path):
@@ -286,9 +289,10 @@ def test_folders_of_other_runs_and_of_the_user_stay(server, model, tmp_path):
         second.take(model, 3)
         server.stop()
         server.start()
-        assert gap(first.generate(PROMPTS, 2, SAMPLING), decoder.load(SOURCE)) < 1e-4  # not the weights of the other
+        of_first = first.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
+        assert gap(of_first, decoder.load(SOURCE)) < 1e-4  # not the weights of the other
         first.close()
-        assert gap(second.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+        assert gap(second.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4
         second.close()
     assert [path.name for path in (tmp_path / "engine").iterdir()] == ["policy-mine"]
 
@@ -299,10 +303,10 @@ def test_a_server_that_failed_once_is_used_again_without_new_weights(model, tmp_
         engine = connect(tmp_path, one, other)
         engine.take(model, 0)
         other.aborts = 1
-        engine.generate(PROMPTS * 3, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS * 3, 2, SAMPLING))
         time.sleep(0.3)
         before = len(other.prompts)
-        engine.generate(PROMPTS * 8, 2, SAMPLING, max_rows=8)
+        engine.generate(RolloutRequest(PROMPTS * 8, 2, SAMPLING, max_rows=8))
         assert len(other.prompts) - before > 8
 
 
@@ -315,7 +319,7 @@ def test_a_stopped_run_does_not_wait_for_a_request_that_hangs(server, model, tmp
     threading.Timer(0.3, stop.set).start()
     start = time.monotonic()
     with pytest.raises(EngineError, match="the run was stopped while vLLM sampled"):
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
     assert time.monotonic() - start < 10
     server.gate.set()
 
@@ -326,7 +330,7 @@ def test_after_an_error_no_more_prompts_are_requested(server, model, tmp_path):
     server.fault, server.delay = "", 0.05
     server.status, server.error = 400, "refused"
     with pytest.raises(EngineError, match="refused"):
-        engine.generate(PROMPTS * 10, 2, SAMPLING, max_rows=2)
+        engine.generate(RolloutRequest(PROMPTS * 10, 2, SAMPLING, max_rows=2))
     time.sleep(0.5)
     asked = server.calls.count("/inference/v1/generate")
     engine.close()
@@ -350,7 +354,7 @@ def test_a_slow_server_is_given_up_and_another_one_samples(model, tmp_path, caps
         engine = connect(tmp_path, stuck, works, timeout=1.0)
         engine.take(model, 0)
         stuck.delay = 30.0
-        rollout = engine.generate(PROMPTS, 2, SAMPLING)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         assert gap(rollout, model) < 1e-4
         assert f"{stuck.url} does not sample: TimeoutError" in capsys.readouterr().err
 
@@ -360,7 +364,7 @@ def test_a_server_without_memory_is_named(server, model, tmp_path):
     engine.take(model, 0)
     server.status, engine.timeout = 500, 0.5
     with pytest.raises(EngineError, match="status 500: out of memory"):
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
 
 
 def test_a_request_that_the_server_refuses_is_an_error_at_once(server, model, tmp_path):
@@ -369,16 +373,20 @@ def test_a_request_that_the_server_refuses_is_an_error_at_once(server, model, tm
     server.status, server.error = 400, "token id 900 is out of vocabulary"
     start = time.monotonic()
     with pytest.raises(EngineError, match="token id 900 is out of vocabulary"):
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
     assert time.monotonic() - start < 5
 
 
-def test_a_server_with_other_options_says_how_to_start_it(server, model, tmp_path):
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(403, "disabled"), (404, "Not Found"), (404, "The path does not exist."), (405, "Method Not Allowed")],
+)
+def test_a_server_with_other_options_says_how_to_start_it(server, model, tmp_path, status, error):
     engine = connect(tmp_path, server)
     engine.take(model, 0)
-    server.status, server.error = 403, "disabled"
+    server.status, server.error = status, error
     with pytest.raises(EngineError, match=r"start the server with: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens"):
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
 
 
 def test_weights_that_the_server_cannot_read(server, model, tmp_path, monkeypatch):
@@ -417,13 +425,13 @@ def test_one_of_two_servers_is_enough(model, tmp_path, capsys):
         engine = connect(tmp_path, one, other)
         other.stop()
         engine.take(model, 0)
-        assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4
+        assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4
         assert len(one.prompts) == 4
         other.start()
         time.sleep(0.3)
         change(model)
         engine.take(model, 1)
-        assert gap(engine.generate(PROMPTS * 3, 2, SAMPLING), model) < 1e-4
+        assert gap(engine.generate(RolloutRequest(PROMPTS * 3, 2, SAMPLING)), model) < 1e-4
         assert other.prompts
         assert f"{other.url} samples again" in capsys.readouterr().err
 
@@ -436,7 +444,7 @@ def test_a_user_who_stops_the_run_does_not_wait(server, model, tmp_path):
     threading.Timer(0.3, stop.set).start()
     start = time.monotonic()
     with pytest.raises(EngineError, match="the run was stopped"):
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
     assert time.monotonic() - start < 5
 
 
@@ -445,9 +453,9 @@ def test_prompts_that_do_not_fit_are_refused_as_by_the_own_engine(server, model,
     engine.take(model, 0)
     for prompts, message in (([[]], "prompt 0 is empty"), ([[2000]], "outside"), ([[1] * 200], "exceeds")):
         with pytest.raises(ValueError, match=message):
-            engine.generate(prompts, 2, SAMPLING)
+            engine.generate(RolloutRequest(prompts, 2, SAMPLING))
     with pytest.raises(ValueError, match="expected at least 1"):
-        engine.generate(PROMPTS, 0, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 0, SAMPLING))
 
 
 def test_options_out_of_range():

@@ -10,6 +10,7 @@ from support.helpers import run_ranks
 from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine.backends import EngineError, servers, vllm_http
 from nlgrpo.engine.backends.servers import VLLMServers
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.logprobs import next_token_logprobs
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.fsdp import shard
@@ -67,7 +68,7 @@ def test_a_server_samples_with_the_newest_adapter(tmp_path):
         engine = connect(tmp_path, server, adapter=LORA)
         for version in range(4):
             engine.take(model, version)
-            rollout = engine.generate(PROMPTS, 2, SAMPLING, seed=version)
+            rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, seed=version))
             assert rollout.version == version
             assert gap(rollout, model) < 1e-4
             with lora.disabled(model):
@@ -87,7 +88,9 @@ def two_ranks(rank, folder, urls):
     )
     for version in (7, 8):
         engine.take(model, version)
-        rollout = engine.generate(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+        rollout = engine.generate(
+            RolloutRequest(PROMPTS[2 * rank : 2 * rank + 2], 2, SAMPLING, index=[2 * rank, 2 * rank + 1])
+        )
         torch.save(rollout, folder / f"{rank}-{version}.pt")
     engine.close()
 
@@ -118,15 +121,15 @@ def test_a_server_that_is_restarted_with_another_model_is_named(tmp_path):
     with FakeVLLM(SOURCE, enable_lora=True) as server:
         engine = connect(tmp_path, server, adapter=LORA)
         engine.take(model, 0)
-        engine.generate(PROMPTS, 2, SAMPLING)
+        engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         server.stop()
         server.start()
-        assert gap(engine.generate(PROMPTS, 2, SAMPLING), model) < 1e-4  # it got the adapter again
+        assert gap(engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING)), model) < 1e-4  # it got the adapter again
         server.stop()
         server.source = elsewhere(tmp_path / "other")
         server.start()
         with pytest.raises(EngineError, match="was started with another model than the one under the adapters"):
-            engine.generate(PROMPTS, 2, SAMPLING)
+            engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
 
 
 def test_a_server_with_weights_of_another_run_takes_no_adapters(tmp_path):
@@ -135,6 +138,17 @@ def test_a_server_with_weights_of_another_run_takes_no_adapters(tmp_path):
         engine = connect(tmp_path / "b", server, adapter=LORA)
         with pytest.raises(EngineError, match=r"has the weights '\w+:3' of another run under the adapters; restart it"):
             engine.take(adapted(), 0)
+
+
+def test_an_adapter_that_another_rank_has_loaded_meanwhile_is_no_error(tmp_path):
+    with FakeVLLM(SOURCE, enable_lora=True) as server:
+        engine = connect(tmp_path, server, adapter=LORA)
+        engine.take(adapted(), 0)
+        [name] = server.adapters
+        late = vllm_http.Server(server.url, 20.0)
+        late.load_adapter(str(engine._folder(name)), name)
+        assert late.weights == name
+        assert list(server.adapters) == [name]
 
 
 def test_a_server_without_adapters_says_how_to_start_it(tmp_path):
@@ -151,11 +165,10 @@ def test_a_worker_does_not_go_back_to_older_weights_of_the_same_run():
     fake = FakeVLLM(SOURCE)
     worker = FakeWorker(fake)
     worker.load_policy(str(SOURCE), "a:10")
-    with pytest.raises(ValueError, match="it has newer weights than a:9: those of version 10"):
-        worker.load_policy(str(SOURCE), "a:9")
+    assert "it has newer weights than a:9: those of version 10" in worker.load_policy(str(SOURCE), "a:9")["outdated"]
     assert worker.loaded_policy() == {"name": "a:10"}
-    worker.load_policy(str(SOURCE), "a:10")
-    worker.load_policy(str(SOURCE), "b:0")  # another run, or the next start of the same
+    assert worker.load_policy(str(SOURCE), "a:10") == {}
+    assert worker.load_policy(str(SOURCE), "b:0") == {}  # another run, or the next start of the same
     assert worker.loaded_policy() == {"name": "b:0"}
 
 
@@ -171,7 +184,7 @@ def test_older_weights_that_arrive_late_do_not_replace_newer_ones(tmp_path):
         with pytest.raises(vllm_http.ServerDown, match="it has newer weights than"):
             late.load(str(engine._folder(f"{engine.run}:0")), f"{engine.run}:0")
         assert server.version == "unknown"  # completions that name it are sampled again
-        rollout = engine.generate(PROMPTS, 2, SAMPLING)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         assert rollout.version == 1
         assert gap(rollout, model) < 1e-4
 
@@ -189,7 +202,7 @@ def test_a_server_that_two_ranks_restore_at_the_same_time(tmp_path):
         threads = [threading.Thread(target=one.load, args=(str(engine._folder(name)), name)) for one in others]
         for thread in threads:
             thread.start()
-        rollout = engine.generate(PROMPTS, 2, SAMPLING)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING))
         for thread in threads:
             thread.join()
         assert gap(rollout, model) < 1e-4

@@ -10,6 +10,7 @@ import transformers
 from support.fake_cuda import on_fake_cuda
 
 from nlgrpo.engine.backends import NativeEngine
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.sampling import Sampling, next_tokens
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.lora import LoraConfig
@@ -50,7 +51,7 @@ def decoded(device, model, tokens):
     """Counts of sampling ``tokens`` tokens for 12 rows; no row stops."""
     engine = NativeEngine(model)
     with device.counting() as counts:
-        rollout = engine.generate(PROMPTS, 4, Sampling(max_new_tokens=tokens), seed=1)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 4, Sampling(max_new_tokens=tokens), seed=1))
     assert rollout.tokens.is_cuda
     return counts
 
@@ -163,7 +164,9 @@ def test_an_additional_synchronization_is_noticed(monkeypatch, counts):
 def completions(device_name):
     """Tokens and log-probs of a model in float32."""
     model = build("qwen3", 2).float().to(device_name)
-    rollout = NativeEngine(model).generate(PROMPTS, 4, Sampling(max_new_tokens=20, stop_ids=(2, 3, 4)), seed=1)
+    rollout = NativeEngine(model).generate(
+        RolloutRequest(PROMPTS, 4, Sampling(max_new_tokens=20, stop_ids=(2, 3, 4)), seed=1)
+    )
     return rollout.tokens.cpu(), rollout.logprobs.cpu(), rollout.lengths.cpu()
 
 

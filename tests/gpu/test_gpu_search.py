@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.backends import engine_of
 from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.guided_search import Search, search
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
@@ -122,7 +123,7 @@ def test_a_model_of_transformers(gpu_or_cpu, opt):
     def on(device, temperature=0.9):
         model = transformers_backend.load_frozen(opt, device=device)
         sampling = Sampling(max_new_tokens=10, stop_ids=(2, 3, 4), temperature=temperature)
-        rollout = engine_of(model).generate(PROMPTS, 3, sampling, seed=1)
+        rollout = engine_of(model).generate(RolloutRequest(PROMPTS, 3, sampling, seed=1))
         return rollout.tokens.cpu(), rollout.logprobs.cpu()
 
     found, truth = on(gpu_or_cpu), on("cpu")

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,11 +131,9 @@ class FakeVLLM:
             self.version = body["new_version"]
         if path == "/collective_rpc":
             if self.without_worker:
-                return 500, {"error": {"message": "Worker failed: 'CPUWorker' object has no attribute 'load_policy'"}}
-            try:
-                return 200, {"results": [getattr(self.worker, body["method"])(**body["kwargs"])]}
-            except ValueError as error:
-                return 500, {"error": {"message": str(error)}}
+                message = "Worker failed: 'CPUWorker' object has no attribute 'load_policy'"
+                return failed(500, "InternalServerError", message)
+            return 200, {"results": [getattr(self.worker, body["method"])(**body["kwargs"])]}
         if path == "/v1/load_lora_adapter":
             return self.load_adapter(body["lora_name"], Path(body["lora_path"]))
         if path == "/v1/unload_lora_adapter":
@@ -145,9 +144,9 @@ class FakeVLLM:
 
     def load_adapter(self, name: str, folder: Path) -> tuple[int, dict]:
         if not self.enable_lora:
-            return 404, {"error": {"message": "Not Found"}}
+            return failed(404, "Not Found", "Not Found")
         if name in self.adapters:
-            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+            return failed(400, "InvalidUserInput", f"The lora adapter '{name}' has already been loaded.")
         model, adapter = decoder.load(self.source), adapters.read_adapter(folder)
         lora.attach(model, adapter.config, torch.float32)
         adapters.load_adapter(model, adapter)
@@ -171,11 +170,11 @@ class FakeVLLM:
         while self.paused:
             time.sleep(0.01)
         if self.status != 200:
-            return self.status, {"error": {"message": self.error}}
+            return failed(self.status, HTTPStatus(self.status).phrase, self.error)
         asked, ids, version = body["sampling_params"], body["token_ids"], self.lying or self.version
         name = body.get("model")
         if name is not None and name not in self.adapters:
-            return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+            return failed(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
         model = self.model if name is None else self.adapters[name]
         if asked["max_tokens"] > 1:  # not a probe
             self.prompts.append(ids)
@@ -213,6 +212,11 @@ class FakeVLLM:
         spans = [{"version": version, "start": 0, "end": len(tokens)}]
         return {"index": index, "token_ids": tokens, "finish_reason": reason, "logprobs": {"content": content},
                 "weight_versions": spans}  # fmt: skip
+
+
+def failed(status: int, kind: str, message: str, param: str | None = None) -> tuple[int, dict]:
+    """An error as vLLM answers it; for a path that it does not have, ``kind`` is the phrase of the status."""
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 class FakeWorker(vllm_worker.Worker):

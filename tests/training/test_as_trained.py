@@ -15,7 +15,7 @@ from nlgrpo import cli, train
 from nlgrpo.apps.respond.options import ResponderOptions
 from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.engine import as_trained, transformers_backend
-from nlgrpo.engine.generation import generate
+from nlgrpo.engine.generation import RolloutRequest, generate
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.model.tokenizer import load_tokenizer
@@ -261,7 +261,7 @@ def test_the_transformers_backend_draws_the_same(trained):
         transformers.AutoModelForCausalLM.from_pretrained(trained / "model")
     )
     ours = generate(decoder.load(trained / "model"), [PROMPT], 16, TRAINED, seed=3)
-    assert theirs.generate([PROMPT], 16, TRAINED, seed=3).completion_ids() == ours.completion_ids()
+    assert theirs.generate(RolloutRequest([PROMPT], 16, TRAINED, seed=3)).completion_ids() == ours.completion_ids()
 
 
 def test_an_adapter_is_merged_and_continued_on_its_own_base_only(work, capsys):

@@ -15,8 +15,8 @@ from support.helpers import WORDS, run_ranks, tiny_model
 
 from nlgrpo import cli, train
 from nlgrpo.engine import transformers_backend
-from nlgrpo.engine.backends.vllm_engine import request_of
-from nlgrpo.engine.generation import generate
+from nlgrpo.engine.backends.vllm_engine import parameters_of
+from nlgrpo.engine.generation import RolloutRequest, generate
 from nlgrpo.engine.rollouts import collect
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.kernels import linear_logprob
@@ -134,7 +134,7 @@ def test_transformers_of_other_architectures_samples_none_of_them(work):
     sampling = Sampling(max_new_tokens=6, stop_ids=(2,))
     wrapped.limit_vocabulary(KNOWN)
     truth = generate(decoder.load(work / "untied 32"), [[4, 5]], 16, sampling, seed=1)
-    ours = wrapped.generate([[4, 5]], 16, sampling, seed=1)
+    ours = wrapped.generate(RolloutRequest([[4, 5]], 16, sampling, seed=1))
     assert ours.completion_ids() == truth.completion_ids()
     torch.testing.assert_close(ours.logprobs, truth.logprobs, rtol=1e-4, atol=1e-5)
 
@@ -148,9 +148,9 @@ def test_the_export_suppresses_them_in_transformers(work):
 
 
 def test_vllm_gets_the_lowest_bias_for_them():
-    sampling = Sampling(max_new_tokens=4)
-    assert "logit_bias" not in request_of(sampling, 2, 0)
-    assert request_of(sampling, 2, 0, range(32, 34))["logit_bias"] == {32: -100.0, 33: -100.0}
+    request = RolloutRequest([[4, 5]], 2, Sampling(max_new_tokens=4))
+    assert "logit_bias" not in parameters_of(request, 0)
+    assert parameters_of(request, 0, range(32, 34))["logit_bias"] == {32: -100.0, 33: -100.0}
 
 
 def test_the_plan_counts_them(work, capsys):

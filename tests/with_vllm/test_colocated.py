@@ -13,6 +13,7 @@ from nlgrpo.config.schema import VLLMConfig
 from nlgrpo.engine import generation
 from nlgrpo.engine.backends import EngineError, vllm_library
 from nlgrpo.engine.backends.colocated import ColocatedVLLM, full_weights
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.sampling import Sampling, log_distribution
 from nlgrpo.model import adapters, decoder, lora
 from nlgrpo.model.lora import LoraConfig
@@ -50,12 +51,12 @@ def test_after_each_update_it_samples_from_the_policy(models, ranks, kind, tmp_p
     before = None
     for version in range(3):
         engine.take(model, version)
-        rollout = engine.generate(PROMPTS, 4, SAMPLING, seed=version)
+        rollout = engine.generate(RolloutRequest(PROMPTS, 4, SAMPLING, seed=version))
         assert rollout.version == version
         assert gap(rollout, model) < 1e-3
         decoder.save(model, tmp_path / f"{version}")
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / f"{version}", dtype=torch.float32).eval()
-        greedy = engine.generate(PROMPTS, 1, Sampling(temperature=0.0, max_new_tokens=16))
+        greedy = engine.generate(RolloutRequest(PROMPTS, 1, Sampling(temperature=0.0, max_new_tokens=16)))
         for prompt, ids in zip(PROMPTS, greedy.completion_ids(), strict=True):
             inputs = torch.tensor([prompt])
             truth = theirs.generate(
@@ -66,7 +67,7 @@ def test_after_each_update_it_samples_from_the_policy(models, ranks, kind, tmp_p
         assert greedy.completion_ids() != before
         before = greedy.completion_ids()
         change(model, version)
-    stale = engine.generate(PROMPTS, 4, SAMPLING)
+    stale = engine.generate(RolloutRequest(PROMPTS, 4, SAMPLING))
     assert gap(stale, model) > 1e-2  # the last change was not given to it
     engine.close()
 
@@ -76,7 +77,7 @@ def test_many_long_prompts_at_once(models, ranks):
     model, engine = decoder.load(models["llama"]), start(models["llama"], ranks)
     engine.take(model, 0)
     prompts = [[1, *(3 + (31 * i + 7 * j) % 1000 for j in range(89))] for i in range(120)]
-    assert gap(engine.generate(prompts, 1, Sampling(max_new_tokens=8, stop_ids=(2,))), model) < 1e-3
+    assert gap(engine.generate(RolloutRequest(prompts, 1, Sampling(max_new_tokens=8, stop_ids=(2,)))), model) < 1e-3
     engine.close()
 
 
@@ -85,7 +86,7 @@ def test_log_probs_are_those_of_the_filtered_distribution(models, ranks, samplin
     model, engine = decoder.load(models["gpt2"]), start(models["gpt2"], ranks)
     engine.take(model, 0)
     wanted = Sampling(max_new_tokens=12, **sampling)
-    rollout = engine.generate(PROMPTS, 6, wanted, seed=1)
+    rollout = engine.generate(RolloutRequest(PROMPTS, 6, wanted, seed=1))
     theirs = AutoModelForCausalLM.from_pretrained(models["gpt2"]).eval()
     for row, ids in enumerate(rollout.completion_ids()):
         prompt = PROMPTS[row // 6]
@@ -102,7 +103,7 @@ def test_first_tokens_have_the_policys_frequencies(models, ranks):
     model, engine = decoder.load(models["gpt2"]), start(models["gpt2"], ranks)
     engine.take(model, 0)
     n, prompts = 4000, [[1, 50, 60, 70], [1, 50, 60, 70]]
-    rollout = engine.generate(prompts, n, Sampling(max_new_tokens=1), seed=5)
+    rollout = engine.generate(RolloutRequest(prompts, n, Sampling(max_new_tokens=1), seed=5))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(models["gpt2"]).eval()(torch.tensor(prompts[:1])).logits[0, -1]
     probs = logits.double().softmax(-1)
@@ -117,8 +118,9 @@ def test_first_tokens_have_the_policys_frequencies(models, ranks):
         assert chi < cells + 5 * math.sqrt(2 * cells)
     same = sum(a == b for a, b in zip(*rollout.tokens[:, :, 0].tolist(), strict=True)) / n
     assert abs(same - float(probs.square().sum())) < 0.05
-    again = engine.generate(prompts, 8, Sampling(max_new_tokens=4), seed=5)
-    assert again.completion_ids() == engine.generate(prompts, 8, Sampling(max_new_tokens=4), seed=5).completion_ids()
+    request = RolloutRequest(prompts, 8, Sampling(max_new_tokens=4), seed=5)
+    again = engine.generate(request)
+    assert again.completion_ids() == engine.generate(request).completion_ids()
     engine.close()
 
 
@@ -136,9 +138,9 @@ def test_adapters_are_given_as_such_or_merged(models, ranks, tmp_path, as_adapte
     assert (engine.adapter is not None) == as_adapter
     for version in range(3):
         engine.take(model, version)
-        assert gap(engine.generate(PROMPTS, 3, SAMPLING, seed=version), model) < 1e-3
+        assert gap(engine.generate(RolloutRequest(PROMPTS, 3, SAMPLING, seed=version)), model) < 1e-3
         change(model, version)
-    assert gap(engine.generate(PROMPTS, 3, SAMPLING), model) > 1e-2
+    assert gap(engine.generate(RolloutRequest(PROMPTS, 3, SAMPLING)), model) > 1e-2
     assert (tmp_path / "engine").exists() == as_adapter
     engine.close()
     assert not (tmp_path / "engine").exists()
@@ -153,7 +155,7 @@ def test_an_architecture_without_adapters_gets_merged_weights(models, ranks, cap
     assert "vLLM has no adapters for the model in" in capsys.readouterr().err
     change(model, 0)
     engine.take(model, 0)
-    assert gap(engine.generate(PROMPTS, 3, SAMPLING), model) < 1e-3
+    assert gap(engine.generate(RolloutRequest(PROMPTS, 3, SAMPLING)), model) < 1e-3
     engine.close()
 
 
@@ -190,7 +192,7 @@ def test_both_engines_sample_the_same_distribution(models, ranks):
     model, engine = decoder.load(models["gpt2"]), start(models["gpt2"], ranks)
     engine.take(model, 0)
     sampling = Sampling(max_new_tokens=64, stop_ids=(2,))
-    theirs = engine.generate([PROMPTS[0]], 400, sampling, seed=1)
+    theirs = engine.generate(RolloutRequest([PROMPTS[0]], 400, sampling, seed=1))
     ours = generation.generate(model, [PROMPTS[0]], 400, sampling, seed=1, max_rows=400)
     for of in (lambda r: r.lengths.double(), lambda r: r.logprobs.sum(-1).double() / r.lengths):
         a, b = of(theirs)[0], of(ours)[0]

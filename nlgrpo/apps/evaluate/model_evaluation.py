@@ -118,7 +118,14 @@ def _candidate(
     batch = held_out.take(0, min(cfg.evaluation.prompts, len(held_out)))
     seed = cfg.train.seed ^ (1 << 62)  # the seed of a run's own evaluation
     sampling = sampling_of(cfg, tokenizer, source)
-    sampler = Sampler(tokenizer, sampling, cfg.evaluation.samples, cfg.rollout.max_rows, seed, [])
+    sampler = Sampler(
+        tokenizer=tokenizer,
+        sampling=sampling,
+        samples=cfg.evaluation.samples,
+        max_rows=cfg.rollout.max_rows,
+        seed=seed,
+        rewards=[],
+    )
     dtype = compute_dtype(cfg.model.dtype, ranks.device)
     engine = cfg.rollout.engine
     origin = Provenance.of(source, tokenizer, dtype, sampling, engine)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nlgrpo.apps.guided import implicit_reward, value_dataset
-from nlgrpo.apps.guided.decoding_methods import DecodingMethod, decoding_method, theory
+from nlgrpo.apps.guided.decoding_methods import DecodingMethod, GivenModels, decoding_method, theory
 from nlgrpo.apps.guided.implicit_reward import TextImplicitReward
 from nlgrpo.apps.respond.choosing import Chooser
 from nlgrpo.config.schema import Config
@@ -301,8 +301,20 @@ def build_comparison(options: ComparisonOptions, cfg: Config, queue: WorkQueue) 
     _refuse_learned(options.gold, value_paths)
     unseen = held_out.distinct() if held_out is training else _unseen(held_out, training.all(), value_paths)
     sampling = sampling_of(cfg, tokenizer, source)
-    longest = sampling.max_new_tokens
+    sampler = Sampler(
+        tokenizer=tokenizer,
+        sampling=sampling,
+        samples=1,
+        max_rows=cfg.rollout.max_rows or ROWS,
+        seed=cfg.train.seed ^ (1 << 62),
+        rewards=[],
+    )
+    given = GivenModels(len(paths), compressed is not None, pair is not None)
     by_value = options.choose == "value"
+    methods = []
+    for name in dict.fromkeys(options.methods):
+        for budget in dict.fromkeys(options.budgets):
+            methods.append(decoding_method(name, budget, search, sampling.max_new_tokens, given, by_value=by_value))
     return Comparison(
         options=dataclasses.replace(options, chunk=search.chunk),
         cfg=cfg,
@@ -313,19 +325,13 @@ def build_comparison(options: ComparisonOptions, cfg: Config, queue: WorkQueue) 
         held_out=held_out is not training,
         left_out=len(held_out) - len(unseen),
         dropped=held_out.left_out,
-        sampler=Sampler(tokenizer, sampling, 1, cfg.rollout.max_rows or ROWS, cfg.train.seed ^ (1 << 62), []),
+        sampler=sampler,
         scorers=reward_scorers,
         gold=gold[0] if gold else None,
         pair=pair,
         paths=value_paths,
         betas=[*betas, *([1.0] if compressed else [])],
-        methods=[
-            decoding_method(
-                method, budget, search, longest, len(paths), compressed is not None, by_value, pair is not None
-            )
-            for method in dict.fromkeys(options.methods)
-            for budget in dict.fromkeys(options.budgets)
-        ],
+        methods=methods,
         queue=queue,
     )
 

@@ -34,24 +34,29 @@ class DecodingMethod:
     """Options of CARDS, which samples instead of searching."""
 
 
+@dataclass(frozen=True)
+class GivenModels:
+    """The models that can guide a search."""
+
+    values: int = 0
+    """Number of value models."""
+    compressed: bool = False
+    """Whether there is also a compressed one, after them."""
+    implicit: bool = False
+    """Whether there are a tuned and an untuned model."""
+
+
 def decoding_method(
-    method: str,
-    budget: int,
-    like: Search,
-    longest: int,
-    values: int,
-    compressed: bool = False,
-    by_value: bool = False,
-    implicit: bool = False,
+    method: str, budget: int, like: Search, longest: int, given: GivenModels, *, by_value: bool = False
 ) -> DecodingMethod:
     """Return the decoding method named ``method``, such as "bon" or "iro:3", at a budget.
 
-    ``values``: number of value models. ``compressed``: there is also a compressed one, after them. ``like``: the search
-    whose settings apart from K and B are used. ``longest``: H. ``by_value``: the response is chosen by value, so that
-    best-of-N needs value models too. ``implicit``: there are a tuned and an untuned model.
+    ``like``: the search whose settings apart from K and B are used. ``longest``: H. ``by_value``: the response is
+    chosen by value, so that best-of-N needs value models too.
 
     Raises UserError for an unknown method, and if value models that it needs are missing.
     """
+    values = given.values
     name, _, detail = method.partition(":")
     beams = max(k for k in range(1, math.isqrt(budget) + 1) if budget % k == 0)
     wide = replace(like, beams=beams, successors=budget // beams)
@@ -62,13 +67,13 @@ def decoding_method(
     if method == "cd":
         return _guided(method, budget, Search(1, budget, like.chunk, diverse=False), 1, values)
     if method == "compressed":
-        if not compressed:
+        if not given.compressed:
             raise UserError(
                 "method 'compressed' needs a compressed value model: set --guide to a folder of `nlgrpo iro` with one"
             )
         return DecodingMethod(method, budget, wide, (values,))
     if method in IMPLICIT:
-        if not implicit:
+        if not given.implicit:
             raise UserError(f"method {method!r} needs a model before and after tuning: set --tuned and --untuned")
         search = {"bon-i": Search(1, budget, longest), "implicit": wide}.get(
             method, replace(wide, temperature=0.0, diverse=False, softmax=False)
@@ -104,8 +109,12 @@ def _cascade(method: str, detail: str, budget: int) -> Cascade:
     if len(numbers) > 3:
         raise UserError(_unknown(method))
     try:
-        goal, temperature, entropy = (*numbers, *(Cascade.temperature, Cascade.entropy)[len(numbers) - 1 :])
-        return Cascade(goal, temperature, entropy, tries=budget)
+        cascade = Cascade(numbers[0], tries=budget)
+        if len(numbers) > 1:
+            cascade = replace(cascade, temperature=numbers[1])
+        if len(numbers) > 2:
+            cascade = replace(cascade, entropy=numbers[2])
+        return cascade
     except ValueError as error:
         raise UserError(f"method {method!r}: {error}") from error
 

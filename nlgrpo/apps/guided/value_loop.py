@@ -177,14 +177,24 @@ class Loop:
         job = dataclasses.replace(job, batch=batch, sampler=dataclasses.replace(job.sampler, seed=self._seed(t)))
         if t == 1:
             return job
-        options = vars(job.sampler) | {"samples": self.options.guided_samples, "searches": self.options.searches}
         guide = self.guide(t - 1)
         kept = self._weighted(job) if self.options.keep == "best" else []
         chosen_by = [[scorer.digest, weight] for scorer, weight in kept]
         searched = guide.digest() + f"-{digest_of_text(json.dumps(chosen_by))}" * bool(kept)
         origin = dataclasses.replace(job.origin, guide=searched)
-        device = self.queue.ranks.device
-        sampler = GuidedSampler(**options, guide=guide, scorers=kept, dtype=job.dtype, device=device)
+        sampler = GuidedSampler(
+            tokenizer=job.sampler.tokenizer,
+            sampling=job.sampler.sampling,
+            samples=self.options.guided_samples,
+            max_rows=job.sampler.max_rows,
+            seed=job.sampler.seed,
+            rewards=job.sampler.rewards,
+            guide=guide,
+            searches=self.options.searches,
+            scorers=kept,
+            dtype=job.dtype,
+            device=self.queue.ranks.device,
+        )
         return dataclasses.replace(job, origin=origin, sampler=sampler)
 
     def _weighted(self, job: Job) -> list[tuple[Scorer, float]]:

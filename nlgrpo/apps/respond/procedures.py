@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from nlgrpo.calibration.rewind import RewindAndRepeat
-from nlgrpo.errors import UserError, did_you_mean, nearest
+from nlgrpo.errors import UserError
+from nlgrpo.objectives.registry import Form, parse_name, split_name
 
 Rule = Literal["largest", "smallest", "soft", "majority", "rewind"]
 
@@ -73,44 +74,37 @@ class Procedure:
         UserError for an unknown name, suggesting the nearest one, for invalid arguments, and for two different
         numbers of candidates.
         """
-        name, *given = text.strip().split(":")
-        if name not in FORMS:
-            known = ", ".join(form.text for form in FORMS.values())
-            hint = did_you_mean([FORMS[near].text for near in nearest(name, FORMS)])
-            raise UserError(f"procedure {text!r} is not known{hint} Expected one of {known}.")
-        form = FORMS[name]
-        if len(given) == form.arguments - 1 and samples is not None:
-            given.append(str(samples))
-        if len(given) == form.arguments - 1:
-            raise UserError(f"procedure {text!r}: the number of candidates is missing; write {form.text!r}")
+        whole = text.strip()
         try:
-            found = form.make(*given)
-        except (ValueError, TypeError) as error:
-            reason = "" if len(given) != form.arguments else f": {error}"
-            raise UserError(f"procedure {text!r}: expected {form.text!r}{reason}") from None
+            name, given = split_name(whole, FORMS, "procedure")
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        form = FORMS[name]
+        if len(given) == form.needed - 1:
+            if samples is None:
+                raise UserError(f"procedure {text!r}: the number of candidates is missing; write {form.text!r}")
+            whole = f"{whole}:{samples}"
+        try:
+            found: Procedure = parse_name(whole, FORMS, "procedure")
+        except UserError as error:  # an argument is out of range
+            raise UserError(f"procedure {text!r}: {error}") from None
+        except ValueError as error:
+            raise UserError(str(error)) from None
         if samples not in (None, found.samples):
             raise UserError(f"procedure {text!r} samples {found.samples} candidates, but samples = {samples}")
         return found
 
 
-class Form(NamedTuple):
-    """Syntax of a procedure's name."""
-
-    text: str
-    arguments: int
-    make: Callable[..., Procedure]
-
-
-def _rewind(quantile: str, most: str) -> Procedure:
-    return Procedure("rewind", int(most), rewind=RewindAndRepeat(float(quantile), int(most)))
+def _rewind(quantile: float, most: int) -> Procedure:
+    return Procedure("rewind", most, rewind=RewindAndRepeat(quantile, most))
 
 
 FORMS = {
-    "bon": Form("bon:N", 1, lambda n: Procedure("largest", int(n))),
-    "wor": Form("wor:N", 1, lambda n: Procedure("smallest", int(n))),
-    "soft": Form("soft:TAU:N", 2, lambda tau, n: Procedure("soft", int(n), float(tau))),
-    "maj": Form("maj:N", 1, lambda n: Procedure("majority", int(n))),
-    "rewind": Form("rewind:QUANTILE:N", 2, _rewind),
+    "bon": Form("bon:N", lambda n: Procedure("largest", n), (int,), 1),
+    "wor": Form("wor:N", lambda n: Procedure("smallest", n), (int,), 1),
+    "soft": Form("soft:TAU:N", lambda tau, n: Procedure("soft", n, tau), (float, int), 2),
+    "maj": Form("maj:N", lambda n: Procedure("majority", n), (int,), 1),
+    "rewind": Form("rewind:QUANTILE:N", _rewind, (float, int), 2),
 }
 
 

@@ -19,6 +19,7 @@ from nlgrpo.data.encoding import decode, encode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine import guided_search
 from nlgrpo.engine.backends import Engine, engine_of
+from nlgrpo.engine.generation import RolloutRequest
 from nlgrpo.engine.guided_search import CHOICE, Candidate, Cost, Search, Value
 from nlgrpo.engine.rollouts.convert import as_candidates
 from nlgrpo.engine.sampling import Sampling, uniform_noise
@@ -188,10 +189,10 @@ class Responder:
         self, model: Model, batch: Batch, samples: int, sampling: Sampling, seed: int, first: int = 0
     ) -> list[list[Candidate]]:
         """Sample the candidates ``first``, ``first`` + 1, .. of each prompt."""
-        rollout = engine_of(model).generate(
+        request = RolloutRequest(
             batch.ids, samples, sampling, seed=seed, index=batch.index, max_rows=self.max_rows, first_sample=first
         )
-        return as_candidates(rollout)
+        return as_candidates(engine_of(model).generate(request))
 
     def _rewind(
         self, batch: Batch, again: RewindAndRepeat, sampling: Sampling, stop: Sequence[str], seed: int

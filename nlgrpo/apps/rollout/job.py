@@ -66,6 +66,14 @@ def build_job(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prom
     dtype = compute_dtype(cfg.model.dtype, queue.ranks.device)
     origin = Provenance.of(source, tokenizer, dtype, sampling_of(cfg, tokenizer, source), cfg.rollout.engine)
     seed = cfg.train.seed ^ (1 << 61)  # differs from the seeds of training and evaluation, so no sample repeats
+    sampler = Sampler(
+        tokenizer=tokenizer,
+        sampling=origin.sampling,
+        samples=samples,
+        max_rows=cfg.rollout.max_rows,
+        seed=seed,
+        rewards=[],
+    )
     return Job(
         cfg=cfg,
         folder=folder,
@@ -74,7 +82,7 @@ def build_job(cfg: Config, queue: WorkQueue, folder: Path, *, samples: int, prom
         origin=origin,
         prompts=available,
         batch=available.take(0, min(prompts or len(available), len(available))),
-        sampler=Sampler(tokenizer, origin.sampling, samples, cfg.rollout.max_rows, seed, []),
+        sampler=sampler,
         scorers=scorers(cfg.rewards, objectives, loaded),
         queue=queue,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nlgrpo.engine.generation import ModelLimits, Rollout
-from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.generation import ModelLimits, Rollout, RolloutRequest
 from nlgrpo.errors import UserError
 from nlgrpo.model.decoder import Decoder
 
@@ -36,22 +34,12 @@ class Engine(Protocol):
     def shape(self) -> ModelLimits:
         """Context length and vocabulary of the model."""
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        index: Sequence[int] | None = None,
-        max_rows: int | None = None,
-        first_sample: int | Sequence[int] = 0,
-    ) -> Rollout:
-        """Sample completions with their log-probs; arguments as in `nlgrpo.engine.generate`.
+    def generate(self, request: RolloutRequest) -> Rollout:
+        """Sample completions with their log-probs.
 
         The same seed and index give the same completions with the same engine on the same machine, as far as its
-        arithmetic allows; another engine gives other ones. ``max_rows`` may be ignored by an engine that schedules by
-        itself; None: the engine's own choice. Raises UserError as `nlgrpo.engine.generate`, and EngineError.
+        arithmetic allows; another engine gives other ones. Raises UserError as `nlgrpo.engine.generate`, and
+        EngineError.
         """
 
     def close(self) -> None:

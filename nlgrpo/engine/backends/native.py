@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from nlgrpo.engine import decoding_memory, generation
+from nlgrpo.engine import decoding_memory
 from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.generation import ModelLimits, Rollout
-from nlgrpo.engine.sampling import Sampling
+from nlgrpo.engine.generation import ModelLimits, Rollout, RolloutRequest, sample_rollout
 from nlgrpo.model import lora
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.fsdp import gathered
@@ -35,28 +33,9 @@ class NativeEngine:
     def shape(self) -> ModelLimits:
         return self.model.shape
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        index: Sequence[int] | None = None,
-        max_rows: int | None = None,
-        first_sample: int | Sequence[int] = 0,
-    ) -> Rollout:
+    def generate(self, request: RolloutRequest) -> Rollout:
         with gathered(self.model, by_block=self.by_block), self._merged():
-            rollout = generation.generate(
-                self.model,
-                prompts,
-                samples,
-                sampling,
-                seed=seed,
-                index=index,
-                max_rows=max_rows,
-                first_sample=first_sample,
-            )
+            rollout = sample_rollout(self.model, request)
         return replace(rollout, version=self.version)
 
     def _merged(self) -> AbstractContextManager[None]:

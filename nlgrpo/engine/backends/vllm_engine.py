@@ -13,9 +13,8 @@ import torch
 
 from nlgrpo.engine.backends.base import Completion, EngineError
 from nlgrpo.engine.decoding_memory import ROWS
-from nlgrpo.engine.generation import ModelLimits, Rollout, check_prompts, firsts, rollout_of
+from nlgrpo.engine.generation import ModelLimits, Rollout, RolloutRequest, rollout_of
 from nlgrpo.engine.sampling import Sampling, uniform_noise
-from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 
@@ -41,31 +40,17 @@ class VLLMEngine(ABC):
     def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
         """Sample the completions of each request, of at most ``together`` requests at a time if it can choose."""
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        index: Sequence[int] | None = None,
-        max_rows: int | None = None,
-        first_sample: int | Sequence[int] = 0,
-    ) -> Rollout:
+    def generate(self, request: RolloutRequest) -> Rollout:
         """Sample completions; see `Engine.generate`. Raises EngineError as `rollout_from`, and for other weights."""
-        if samples < 1:
-            raise UserError(f"samples = {samples}: expected at least 1")
-        check_prompts(self.shape, prompts, sampling)
-        index = range(len(prompts)) if index is None else index
-        first = firsts(first_sample, len(prompts))
-        seeds = request_seeds(seed, index, first)
+        request.check(self.shape)
         vocab = min(self.tokens or self.shape.vocab, self.shape.vocab)
         left_out = range(vocab, self.shape.vocab)
-        requests = [
-            (list(ids), request_of(sampling, samples, own, left_out)) for ids, own in zip(prompts, seeds, strict=True)
-        ]
-        found = self._sample(requests, max(1, (max_rows or ROWS) // samples))
-        rollout = rollout_from(prompts, found, samples, sampling, vocab=vocab, device=self.ranks.device)
+        requests = []
+        for ids, seed in zip(request.prompts, request_seeds(request), strict=True):
+            requests.append((list(ids), parameters_of(request, seed, left_out)))
+        together = max(1, (request.max_rows or ROWS) // request.samples)
+        found = self._sample(requests, together)
+        rollout = rollout_from(request, found, vocab=vocab, device=self.ranks.device)
         if self.version is None:
             return rollout
         versions = [version_of(name) for own in found for one in own for name in one.versions]
@@ -96,13 +81,14 @@ def version_of(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-def request_of(sampling: Sampling, samples: int, seed: int, left_out: Sequence[int] = ()) -> dict[str, Any]:
-    """Sampling parameters of vLLM for ``samples`` completions of a prompt, without the ids ``left_out``.
+def parameters_of(request: RolloutRequest, seed: int, left_out: Sequence[int] = ()) -> dict[str, Any]:
+    """Sampling parameters of vLLM for the completions of a prompt, without the ids ``left_out``.
 
     vLLM filters by min_p before top_k and top_p. It returns log-probs of the distribution that it sampled from.
     """
-    return {
-        "n": samples,
+    sampling = request.sampling
+    parameters = {
+        "n": request.samples,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -113,37 +99,37 @@ def request_of(sampling: Sampling, samples: int, seed: int, left_out: Sequence[i
         "logprobs": 0,  # of the sampled token only
         "detokenize": False,
         "seed": seed,
-    } | ({"logit_bias": dict.fromkeys(left_out, NEVER)} if left_out else {})
+    }
+    if left_out:
+        parameters["logit_bias"] = dict.fromkeys(left_out, NEVER)
+    return parameters
 
 
-def request_seeds(seed: int, index: Sequence[int], first: Sequence[int]) -> list[int]:
+def request_seeds(request: RolloutRequest) -> list[int]:
     """Return a seed for each prompt, of 53 bits: a hash. vLLM adds the number of the sample to it."""
-    prompts = torch.tensor(list(index), dtype=torch.int64)
-    noise = uniform_noise(seed, prompts, torch.tensor(list(first), dtype=torch.int64), torch.tensor([-1]))
+    numbers = torch.tensor(list(request.numbers), dtype=torch.int64)
+    first = torch.tensor(request.first_samples, dtype=torch.int64)
+    noise = uniform_noise(request.seed, numbers, first, torch.tensor([-1]))
     return [int(u * 2**53) for u in noise[:, 0].tolist()]
 
 
 def rollout_from(
-    prompts: Sequence[Sequence[int]],
-    found: Sequence[Sequence[Completion]],
-    samples: int,
-    sampling: Sampling,
-    *,
-    vocab: int,
-    device: torch.device,
+    request: RolloutRequest, found: Sequence[Sequence[Completion]], *, vocab: int, device: torch.device
 ) -> Rollout:
     """Check the completions of each prompt and build their `Rollout`.
 
     Raises EngineError that names the prompt and the fault: too few samples, no log-probs, a log-prob that
     is not finite, a token outside the vocabulary, a completion that neither a stop id nor the limit ended.
     """
-    if len(found) != len(prompts):
-        raise EngineError(f"vLLM returned completions of {len(found)} prompts; {len(prompts)} were requested")
+    prompts = len(request.prompts)
+    samples = request.samples
+    if len(found) != prompts:
+        raise EngineError(f"vLLM returned completions of {len(found)} prompts; {prompts} were requested")
     for i, completions in enumerate(found):
         if len(completions) != samples:
             raise EngineError(f"vLLM returned {len(completions)} samples of prompt {i}; {samples} were requested")
         for completion in completions:
-            if fault := _fault(completion, sampling, vocab):
+            if fault := _fault(completion, request.sampling, vocab):
                 raise EngineError(f"vLLM, prompt {i}: {fault}")
     rows = [completion for completions in found for completion in completions]
     longest = max((len(row.tokens) for row in rows), default=0)
@@ -152,7 +138,7 @@ def rollout_from(
     for r, row in enumerate(rows):
         tokens[r, : len(row.tokens)] = torch.tensor(row.tokens)
         logprobs[r, : len(row.tokens)] = torch.tensor(row.logprobs)
-    return rollout_of(prompts, [(tokens.to(device), logprobs.to(device))], samples, sampling, device)
+    return rollout_of(request, [(tokens.to(device), logprobs.to(device))], device)
 
 
 def _fault(completion: Completion, sampling: Sampling, vocab: int) -> str:

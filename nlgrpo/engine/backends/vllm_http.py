@@ -25,8 +25,10 @@ STARTED_BY = (
     "--worker-extension-cls nlgrpo.engine.backends.vllm_worker.Worker"
 )
 
-# Parts of the messages of `vllm_worker`: faults that would come again.
-REFUSED = ("need a shared disk", "has no weights in the format", "another model than the policy")
+# vLLM's type of the error for a model or an adapter that it does not have. A path that it does not have is "Not Found".
+UNKNOWN_MODEL = "NotFoundError"
+# Only the text tells a server without the worker extension: status and type are those of every failure in a worker.
+WITHOUT_WORKER = "has no attribute 'load_policy'"
 
 
 class ServerDown(Exception):
@@ -113,7 +115,7 @@ class Server:
         """Load the weights in ``folder``, and name them ``version``. Requests in flight continue with them."""
         self.pause()
         try:
-            self._rpc("load_policy", folder=folder, name=version)
+            self._load_policy(folder, version)
             self._check_loaded(version)
         except (ServerDown, EngineError):
             with contextlib.suppress(ServerDown, EngineError):
@@ -125,6 +127,16 @@ class Server:
         except ServerDown:
             self.resume(UNKNOWN)
             raise
+
+    def _load_policy(self, folder: str, version: str) -> None:
+        """Call `vllm_worker.Worker.load_policy`. Raises EngineError if it refuses the folder, and ServerDown."""
+        for answer in self._rpc("load_policy", folder=folder, name=version):
+            if not isinstance(answer, dict):
+                continue
+            if refused := answer.get("refused"):
+                raise EngineError(f"{self.url}: {refused}")
+            if outdated := answer.get("outdated"):
+                raise ServerDown(outdated)
 
     def _check_loaded(self, version: str) -> None:
         """Raises ServerDown if the workers have other weights, which another process gave them meanwhile."""
@@ -183,13 +195,12 @@ class Server:
         try:
             self._call("POST", "/v1/load_lora_adapter", self.timeout, {"lora_name": version, "lora_path": folder})
         except (Refused, EngineError) as error:
-            if "already been loaded" in str(error) or "already loaded" in str(error):
-                self.weights = version  # by another rank
-                return
-            raise EngineError(
-                f"{error}. For adapters, start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and "
-                "--max-lora-rank RANK; vllm.adapters = false sends merged weights instead"
-            ) from error
+            # It refuses an adapter that another rank has loaded meanwhile.
+            if not self.has_adapter(version):
+                raise EngineError(
+                    f"{error}. For adapters, start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora "
+                    "and --max-lora-rank RANK; vllm.adapters = false sends merged weights instead"
+                ) from error
         self.weights = version
 
     def has_adapter(self, version: str) -> bool:
@@ -239,24 +250,29 @@ class Server:
         return self._answer(path, status, content)
 
     def _answer(self, path: str, status: int, content: bytes) -> dict[str, Any]:
+        """Return the content of an answer, or raise its error: ServerDown if the request may succeed later."""
         try:
             answer = json.loads(content) if content else {}
         except ValueError:
             answer = {}
+        if not isinstance(answer, dict):
+            answer = {}
         if status == 200:
-            return answer if isinstance(answer, dict) else {}
-        error = answer.get("error") if isinstance(answer, dict) else None
-        message = str(
-            error.get("message") if isinstance(error, dict) else error or content[:200].decode("utf-8", "replace")
-        )
-        if status == 404 and path == "/inference/v1/generate" and "does not exist" in message:
+            return answer
+        error = answer.get("error") or content[:200].decode("utf-8", "replace")
+        kind = ""
+        message = str(error)
+        if isinstance(error, dict):
+            kind = str(error.get("type"))
+            message = str(error.get("message"))
+        if kind == UNKNOWN_MODEL and path == "/inference/v1/generate":
             raise ServerDown(f"it does not know the adapter ({message})")
-        if status in (403, 404, 405) or "has no attribute 'load_policy'" in message:
+        if status in (403, 404, 405) or WITHOUT_WORKER in message:
             raise EngineError(
                 f"{self.url}{path.partition('?')[0]} is not available ({status}: {message}); start the server with: "
                 f"{STARTED_BY}"
             )
-        if status >= 500 and not any(text in message for text in REFUSED):
+        if status >= 500:
             raise Refused(f"status {status}: {message}")
         raise EngineError(f"{self.url}: {message}")
 

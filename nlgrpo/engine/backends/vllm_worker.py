@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nlgrpo.errors import UserError
-
 # Keys of a Hugging Face config that must be those of the model that a server was started with.
 SAME = (
     "model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads",
@@ -37,35 +35,43 @@ class Worker:
         """Name that `load_policy` was given last, as {"name": ..}; "" before."""
         return {"name": getattr(self, "_policy_name", "")}
 
-    def load_policy(self, folder: str, name: str) -> None:
-        """Replace the weights by those of a Hugging Face directory, and remember their ``name``.
+    def load_policy(self, folder: str, name: str) -> dict[str, str]:
+        """Replace the weights by those of a Hugging Face directory, remember their ``name``, and return {}.
 
-        Raises UserError, before anything is changed, for a directory that is not there or has another model, and for
-        an older version than the one of the same run that it has: ranks may call at the same time. vLLM itself would
-        leave a model without weights, and its next request would end the server.
+        Before anything is changed, return {"refused": why} for a directory that is not there or has another model, and
+        {"outdated": why} for an older version than the one of the same run that it has: ranks may call at the same
+        time. vLLM itself would leave a model without weights, and its next request would end the server. An error
+        would reach the trainer as a text only.
         """
         worker: Any = self
         run, _, version = name.rpartition(":")
         its_run, _, newest = self.loaded_policy()["name"].rpartition(":")
         if its_run and run == its_run and int(newest) > int(version):
-            raise UserError(f"it has newer weights than {name}: those of version {newest}")
-        path = Path(folder)
-        if not os.path.isdir(folder):  # also False, without an error, for a folder of another user
-            raise UserError(
-                f"{folder} does not exist here: the server and the trainer need a shared disk; "
-                "set vllm.folder to a folder that both can read"
-            )
-        if not any(path.glob("*.safetensors")):
-            raise UserError(f"{folder} has no weights in the format safetensors")
-        theirs = json.loads((path / "config.json").read_text("utf-8"))
-        own = worker.model_config.hf_config
-        for key in SAME:
-            if key in theirs and hasattr(own, key) and theirs[key] != getattr(own, key):
-                raise UserError(
-                    f"the server was started with another model than the policy: {key} is {getattr(own, key)!r}, and "
-                    f"{theirs[key]!r} in {folder}"
-                )
+            return {"outdated": f"it has newer weights than {name}: those of version {newest}"}
+        if why := fault_of(folder, worker.model_config.hf_config):
+            return {"refused": why}
         self._policy_name = ""
         worker.reload_weights(weights_path=folder)
         self._policy_name = name
         pack_tied_head(worker.get_model())
+        return {}
+
+
+def fault_of(folder: str, own: Any) -> str:
+    """Return why a server with the config ``own`` cannot take the weights in ``folder``; "" if it can."""
+    path = Path(folder)
+    if not os.path.isdir(folder):  # also False, without an error, for a folder of another user
+        return (
+            f"{folder} does not exist here: the server and the trainer need a shared disk; "
+            "set vllm.folder to a folder that both can read"
+        )
+    if not any(path.glob("*.safetensors")):
+        return f"{folder} has no weights in the format safetensors"
+    theirs = json.loads((path / "config.json").read_text("utf-8"))
+    for key in SAME:
+        if key in theirs and hasattr(own, key) and theirs[key] != getattr(own, key):
+            return (
+                f"the server was started with another model than the policy: {key} is {getattr(own, key)!r}, and "
+                f"{theirs[key]!r} in {folder}"
+            )
+    return ""

@@ -24,7 +24,7 @@ from nlgrpo.engine.backends.base import Engine, EngineError
 from nlgrpo.engine.environments.dialogue import Dialogue, Turn, to_rollout
 from nlgrpo.engine.environments.rendering import Rendering, wire
 from nlgrpo.engine.environments.rounds import Job, Rounds
-from nlgrpo.engine.generation import Conversation, ModelLimits, Rollout
+from nlgrpo.engine.generation import Conversation, ModelLimits, Rollout, RolloutRequest
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.runtime import host_memory
@@ -241,16 +241,17 @@ class VerifiersEnvironment:
         )
         if self.together:
             whole = not self.ranks.any(not whole)  # a sharded model samples on all ranks together
-        asked, rows = ([group[0] for group in groups], samples) if whole else (ordered, 1)
-        rollout = engine.generate(
+        asked = [group[0] for group in groups] if whole else ordered
+        of_engine = RolloutRequest(
             [request.ids for request in asked],
-            rows,
+            samples if whole else 1,
             sampling,
             seed=seed,
             index=[batch.index[request.prompt] * TURNS + request.turn for request in asked],
             max_rows=max_rows,
             first_sample=[request.sample for request in asked],
         )
+        rollout = engine.generate(of_engine)
         host_memory.release()  # the KV cache and gathered parameters
         logprobs = rollout.logprobs.flatten(0, 1).tolist()
         finished = rollout.finished.flatten().tolist()

@@ -14,7 +14,7 @@ from nlgrpo.data.conversations import Prompt, is_continued, transcript
 from nlgrpo.data.encoding import as_answer, decode
 from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
-from nlgrpo.engine.generation import Conversation, Rollout
+from nlgrpo.engine.generation import Conversation, Rollout, RolloutRequest
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.errors import UserCodeError
 from nlgrpo.objectives.diversity import Diversity
@@ -53,14 +53,10 @@ class Sampler:
             return self.environment.draw(
                 engine, batch, self.samples, self.sampling, seed=self.seed, max_rows=self.max_rows
             )
-        rollout = engine.generate(
-            batch.ids,
-            self.samples,
-            self.sampling,
-            seed=self.seed,
-            index=batch.index,
-            max_rows=self.max_rows,
+        request = RolloutRequest(
+            batch.ids, self.samples, self.sampling, seed=self.seed, index=batch.index, max_rows=self.max_rows
         )
+        rollout = engine.generate(request)
         host_memory.release()  # the KV cache and gathered parameters
         return rollout
 
