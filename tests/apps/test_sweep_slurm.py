@@ -13,7 +13,7 @@ from pathlib import Path
 import fake_slurm
 import pytest
 from helpers import environment
-from test_sweep import EVALUATION, FAKE
+from support.sweep_runs import CODE
 
 from nlgrpo import cli
 from nlgrpo.apps.sweep import launchers, sweep
@@ -23,7 +23,6 @@ from nlgrpo.training.tracking.run_files import read_jsonl
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (the extra nlgrpo[slurm])")
 
-CODE = FAKE.replace("EVALUATION", repr(json.dumps({"after": EVALUATION})))
 pytestmark = pytest.mark.slow  # many processes
 LAUNCHERS = ["submitit-local", "slurm"]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from test_checkpoint import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
+from support.checkpoints import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch.distributed.fsdp import fully_shard
 
 from nlgrpo.runtime import checkpoint

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 from helpers import Job, run_all, tiny_model
+from support.checkpoints import load, make, names, save, train
 from support.reports import make_run
-from test_checkpoint import load, make, names, save, train
 
 from nlgrpo import cli
 from nlgrpo.apps.report import figures
