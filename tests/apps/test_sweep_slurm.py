@@ -239,6 +239,12 @@ def test_resources_out_of_range(given, said):
     assert fault.startswith(said)
 
 
+def test_the_least_resources_are_allowed():
+    least = SlurmOptions(timeout_min=3, nodes=1, gpus_per_node=2, cpus_per_task=1, mem_gb=0.1, extra=("qos=high",))
+    assert least.faults(2) == []
+    assert len(least.faults(3)) == 1
+
+
 def test_batches_are_checked_over_the_ranks_of_all_nodes(fake):
     axis = ("--loss.beta", "1,2", "--slurm.nodes", "2", "--nproc-per-node", "2", "--rollout.prompts", "6")
     status, _, out = fake("slurm", *axis)
