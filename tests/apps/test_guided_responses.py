@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.helpers import EOS, tiny_model
-from test_guided_search import TextValue
+from support.search_truths import TextValue
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from nlgrpo import cli

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import fake_slurm
 from support.helpers import environment
-from test_sweep import EVALUATION, FAKE
+from support.sweep_runs import CODE
 
 from nlgrpo import cli
 from nlgrpo.apps.sweep import launchers, sweep
@@ -23,7 +23,6 @@ from nlgrpo.training.tracking.run_files import read_jsonl
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed (the extra nlgrpo[slurm])")
 
-CODE = FAKE.replace("EVALUATION", repr(json.dumps({"after": EVALUATION})))
 pytestmark = pytest.mark.slow  # many processes
 LAUNCHERS = ["submitit-local", "slurm"]
 
@@ -238,6 +237,12 @@ def test_options_are_those_of_the_submitted_script(fake, cluster):
 def test_resources_out_of_range(given, said):
     [fault] = SlurmOptions(**given).faults(2)
     assert fault.startswith(said)
+
+
+def test_the_least_resources_are_allowed():
+    least = SlurmOptions(timeout_min=3, nodes=1, gpus_per_node=2, cpus_per_task=1, mem_gb=0.1, extra=("qos=high",))
+    assert least.faults(2) == []
+    assert len(least.faults(3)) == 1
 
 
 def test_batches_are_checked_over_the_ranks_of_all_nodes(fake):

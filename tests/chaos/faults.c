@@ -3,7 +3,7 @@
  * Operations on files below CHAOS_FOLDER are counted per rank, in the mapped file CHAOS_COUNTS. Operation number
  * CHAOS_AT of rank CHAOS_RANK (-1: of processes that are no ranks) fires CHAOS_ACTION once, and never again after a
  * restart. Without CHAOS_ACTION operations are only counted. `chaos_configure` reads the environment again, for a
- * forked process.
+ * forked process. The names of the shared memory that the process makes are appended to the file CHAOS_MEMORY.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -97,6 +98,21 @@ static int is_below(int directory, const char* path) {
   return !strncmp(name, folder, length) && (name[length] == '/' || !name[length]);
 }
 
+/* Note the name of shared memory that is made, with a prefix that the system adds. */
+static void note_memory(const char* prefix, const char* name) {
+  char line[PATH_MAX];
+  int file = (int)syscall(SYS_openat, AT_FDCWD, text("CHAOS_MEMORY"), O_WRONLY | O_CREAT | O_APPEND, 0600);
+  if (file < 0) return;
+  int length = snprintf(line, sizeof line, "%s%s\n", prefix, name + (name[0] == '/'));
+  if (length < (int)sizeof line) (void)!syscall(SYS_write, file, line, (size_t)length);
+  syscall(SYS_close, file);
+}
+
+static void note_path(const char* path) {
+  static const char memory[] = "/dev/shm/";
+  if (!strncmp(path, memory, sizeof memory - 1)) note_memory("", path + sizeof memory - 1);
+}
+
 static int is_tracked(int file) { return file >= 0 && file < FILES && below_folder[file]; }
 
 static void track(int file, int below) {
@@ -149,6 +165,7 @@ static int fails(int what) {
 static int opened(int below, int flags, int (*open_it)(int, const char*, int, mode_t), int directory, const char* path,
                   mode_t mode) {
   if (below) FAIL((flags & O_CREAT) && faccessat(directory, path, F_OK, 0) ? CREATES : READS);
+  if (flags & O_CREAT) note_path(path);
   int file = open_it(directory, path, flags, mode);
   track(file, below && !(flags & O_DIRECTORY));
   return file;
@@ -285,7 +302,28 @@ int unlinkat(int directory, const char* path, int flags) {
 int mkdir(const char* path, mode_t mode) {
   REAL(mkdir);
   if (is_below(AT_FDCWD, path)) FAIL(CREATES);
+  note_path(path);
   return real(path, mode);
+}
+
+/* --- shared memory, which glibc opens without the functions above -------------------------------------------------- */
+
+int shm_open(const char* name, int flags, mode_t mode) {
+  REAL(shm_open);
+  if (flags & O_CREAT) note_memory("", name);
+  return real(name, flags, mode);
+}
+
+sem_t* sem_open(const char* name, int flags, ...) {
+  REAL(sem_open);
+  if (!(flags & O_CREAT)) return real(name, flags);
+  va_list rest;
+  va_start(rest, flags);
+  mode_t mode = va_arg(rest, mode_t);
+  unsigned int value = va_arg(rest, unsigned int);
+  va_end(rest);
+  note_memory("sem.", name);
+  return real(name, flags, mode, value);
 }
 
 /* --- the clock ---------------------------------------------------------------------------------------------------- */

@@ -88,7 +88,8 @@ class Shared:
 
 def environment(out: Path, shared: Shared, **fault: object) -> dict[str, str]:
     _temporary(out).mkdir(exist_ok=True)
-    settings = {"FOLDER": out, "COUNTS": shared.path} | {name.upper(): value for name, value in fault.items()}
+    settings = {"FOLDER": out, "COUNTS": shared.path, "MEMORY": _memory(out)}
+    settings |= {name.upper(): value for name, value in fault.items()}
     return {f"CHAOS_{name}": str(value) for name, value in settings.items()} | {"TMPDIR": str(_temporary(out))}
 
 
@@ -128,7 +129,6 @@ class Injection:
     server: RewardServer
 
     def run(self, rank: int, at: int, truth: Undisturbed, outcome: Outcome) -> None:
-        memory = _shared_memory()
         shared = Shared(self.out.with_suffix(".counts"))
         action, amount = INSIDE.get(self.kind, ("stop", lambda rng: 0))
         fault = {"action": action, "amount": amount(self.rng), "at": at, "rank": rank}
@@ -145,7 +145,7 @@ class Injection:
             again = self.start(environment(self.out, shared))
             if not self.end(again):
                 raise Lost(f"started again, it ended with status {again.status}")
-        self.compare(truth, memory)
+        self.compare(truth)
         if fired and self.kind in GENTLE:
             self.check_manners()
 
@@ -196,7 +196,7 @@ class Injection:
         self.server.recover()
         return run.status == 0 and not self.log.rstrip().endswith("run the same command again to resume")
 
-    def compare(self, truth: Undisturbed, memory: set[str]) -> None:
+    def compare(self, truth: Undisturbed) -> None:
         """Check what is left. Raises Lost."""
         found = results(self.out)
         names = sorted(found.keys() | truth.files.keys())
@@ -204,7 +204,7 @@ class Injection:
             raise Lost(f"not equal to the undisturbed run: {', '.join(unequal)}")
         if files := partial_files(self.out):
             raise Lost(f"partial files are left: {', '.join(files)}")
-        if leaked := sorted(_shared_memory() - memory):
+        if leaked := _shared_memory(self.out):
             raise Lost(f"shared memory is left: {', '.join(leaked)}")
 
     def check_manners(self) -> None:
@@ -219,10 +219,13 @@ def _temporary(out: Path) -> Path:
     return out.with_name(f"{out.name}.tmp")
 
 
-def _shared_memory() -> set[str]:
-    """Names of the shared memory of this user."""
-    found = set()
-    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
-        with contextlib.suppress(OSError):
-            found |= {path.name} if path.stat().st_uid == os.getuid() else set()
-    return found
+def _memory(out: Path) -> Path:
+    return out.with_suffix(".memory")
+
+
+def _shared_memory(out: Path) -> list[str]:
+    """Names of the shared memory that the run has made and not removed; other processes have memory of their own."""
+    noted = _memory(out)
+    if not noted.exists():
+        return []
+    return sorted(name for name in set(noted.read_text("utf-8").splitlines()) if (SHARED_MEMORY / name).exists())

@@ -34,12 +34,16 @@ WORKLOADS = (
 
 
 def schedule(injections: int, only: str) -> Iterator[tuple[Workload, str, str]]:
-    """Workload, kind and name of each injection; all pairs of workload and kind in turn."""
+    """Workload, kind and name of each injection; all pairs of workload and kind in turn.
+
+    ``only``: the beginnings of names, separated by commas; "" for all.
+    """
+    chosen = only.split(",")
     pairs = [(workload, kind) for workload in WORKLOADS for kind in workload.kinds]
     for number in range(injections):
         workload, kind = pairs[number % len(pairs)]
         name = f"{workload.name}:{kind}:{number // len(pairs)}".replace(" ", "-").replace("/", "")
-        if f"{name}:".startswith(f"{only}:" if only else ""):
+        if not only or any(f"{name}:".startswith(f"{one}:") for one in chosen):
             yield workload, kind, name
 
 
@@ -111,7 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="chaos", description=__main__.__doc__, formatter_class=shown)
     parser.add_argument("--injections", type=int, default=224, help="number of injections (default: 224)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the places (default: 0)")
-    parser.add_argument("--only", default="", help="COMMAND, COMMAND:KIND or COMMAND:KIND:NUMBER, as printed")
+    parser.add_argument("--only", default="", help="COMMAND, COMMAND:KIND or COMMAND:KIND:NUMBER, also several: A,B")
     parser.add_argument("--save", action="store_true", help="write bench/results/cpu/chaos.json")
     parser.add_argument("--stop", action="store_true", help="stop at the first that is lost")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import special
 from support.random_models import random_model
+from support.search_truths import TextValue, best_by_brute_force
 
 from nlgrpo.engine.chunked_decoding import ImplicitReward, ModelValue
 from nlgrpo.engine.generation import generate
@@ -34,25 +35,6 @@ def value_of(family, tmp_path, seed=0):
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(seed)))
     return model.double()
-
-
-class TextValue:
-    """A value model that applies a function to the tokens after the prompt."""
-
-    name = "by hand"
-
-    def __init__(self, function):
-        self.function = function
-
-    def begin(self, prompts):
-        self.rows = [()] * len(prompts)
-
-    def score(self, rows, chunks):
-        self.rows = [(*self.rows[row], *chunk) for row, chunk in zip(rows, chunks, strict=True)]
-        return torch.tensor([self.function(tokens) for tokens in self.rows], dtype=torch.float64)
-
-    def keep(self, rows):
-        self.rows = [self.rows[row] for row in rows]
 
 
 # --- compared with a search without caches ----------------------------------------------------------------------------
@@ -98,24 +80,6 @@ def by_hand(policy, valued, prompt, how, sampling, seed, index):
             noise = uniform_noise(seed ^ CHOICE, torch.full_like(count, index), count, length)[:, 0]
             values = [v / how.temperature - math.log(-math.log(u)) for v, u in zip(values, noise.tolist(), strict=True)]
         beams = best_by_brute_force(candidates, values, how)
-
-
-def best_by_brute_force(candidates, values, how):
-    """The subset with the most distinct texts, then the largest values (Eq. 9), in the order of Algorithm 5."""
-    k = min(how.beams, len(candidates))
-    distinct = len(set(map(tuple, candidates))) if how.diverse else 0
-
-    def quality(subset):
-        return (min(k, distinct) == len({tuple(candidates[i]) for i in subset}) or not how.diverse) * 1e9 + sum(
-            values[i] for i in subset
-        )
-
-    chosen = max(itertools.combinations(range(len(candidates)), k), key=quality)
-    first = {}
-    for i in sorted(chosen, key=lambda i: -values[i]):
-        first.setdefault(tuple(candidates[i]) if how.diverse else i, i)
-    rest = [i for i in sorted(chosen, key=lambda i: -values[i]) if i not in first.values()]
-    return [candidates[i] for i in [*first.values(), *rest]]
 
 
 @pytest.mark.parametrize("diverse", [True, False])

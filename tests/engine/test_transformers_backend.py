@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from support.helpers import EOS, WORDS, tiny_model
-from test_guided_search import best_by_brute_force
+from support.search_truths import best_by_brute_force
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

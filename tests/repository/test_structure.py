@@ -210,6 +210,18 @@ def test_tensor_functions_stay_pure(name):
         assert "print(" not in source, module
 
 
+def test_no_test_imports_another_test():
+    """What tests share is in ``tests/support``."""
+    tests = ROOT / "tests"
+    modules = {path.stem for path in tests.rglob("test_*.py")}
+    found = {}
+    for path in sorted(tests.rglob("*.py")):
+        if imported := {name for name in imports(path) if modules & set(name.split("."))}:
+            found[str(path.relative_to(ROOT))] = imported
+    assert len(modules) > 100
+    assert not found
+
+
 def test_integrations_import_objectives_and_reward_calling_only():
     allowed = {*PURE, *KERNELS, "nlgrpo.rewards"}
     allowed |= {f"nlgrpo.rewards.{name}" for name in ("calling", "history", "outputs")}

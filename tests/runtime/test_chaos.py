@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos import library
+from chaos import injection, library
 from support.helpers import REPOSITORY, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="faults are injected on Linux only")]
@@ -22,17 +22,53 @@ def chaos(*options: str, before: str = "") -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "kinds"),
-    [("train", 13), ("train-server", 2), ("rollout", 13), ("iro", 10), ("generate", 10), ("serve", 4)],
-)
-def test_disturbed_runs_are_equal(tmp_path, command, kinds):
-    """Each kind once; `make chaos` also disturbs a sweep."""
-    status, output = chaos("--only", command, "--injections", "56", "--seed", "1", "--folder", str(tmp_path))
+# Each kind is injected where most depends on it: lost ranks in commands on two ranks, damaged files where there are
+# checkpoints, errors of a disk where results are written. Of each it is injection number 0, except for damage in
+# training: that place is before any checkpoint.
+DISTURBED = {
+    "train": ("process-killed", "all-killed", "SIGTERM", "rank-stopped", "rank-lost", "newest-file-damaged:1"),
+    "train-server": ("server-down", "server-hangs"),
+    "rollout": ("launcher-killed", "rank-lost", "IO-error"),
+    "iro": ("disk-full", "SIGINT", "newest-file-damaged"),
+    "generate": ("disk-full", "slow-disk", "clock-jump"),
+    "serve": ("suspended", "SIGTERM"),
+}
+INJECTIONS = 2 * 56  # numbers 0 and 1 of each kind in each command
+# another process that makes shared memory while a run is disturbed
+NEIGHBOUR = """
+from pathlib import Path
+from chaos import injection
+alone = injection.Injection.start
+def start(*arguments):
+    Path("/dev/shm/nlgrpo-test-neighbour").touch()
+    return alone(*arguments)
+injection.Injection.start = start
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_is_left():
+    yield
+    for path in Path("/dev/shm").glob("*nlgrpo-test-*"):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_each_kind_is_injected():
+    kinds = (*injection.INSIDE, *injection.OUTSIDE)
+    named = {kind.replace(" ", "-").replace("/", "") for kind in kinds}
+    assert {kind.partition(":")[0] for chosen in DISTURBED.values() for kind in chosen} == named
+
+
+@pytest.mark.parametrize("command", DISTURBED)
+def test_disturbed_runs_are_equal(tmp_path, command):
+    """19 injections: each of the 15 kinds, and each command but the sweep. `make chaos` has all combinations."""
+    names = [f"{command}:{kind}" if ":" in kind else f"{command}:{kind}:0" for kind in DISTURBED[command]]
+    options = ["--only", ",".join(names), "--injections", str(INJECTIONS), "--seed", "1", "--folder", str(tmp_path)]
+    status, output = chaos(*options, before=NEIGHBOUR)
     print(output)
     assert status == 0, output
     injections = int(re.search(r"^(\d+) injections in \d+ minutes, 0 lost$", output, re.MULTILINE)[1])
-    assert kinds - 2 <= injections <= kinds  # a place near the end is not always reached
+    assert injections == len(DISTURBED[command])
     assert not list(tmp_path.iterdir())
 
 
@@ -52,6 +88,16 @@ def leaves(arguments):
     return main(arguments)
 cli.main = leaves
 """
+# shared memory as each of its makers makes it: a file, vLLM's weights, torch and multiprocessing
+MEMORY = "; ".join(
+    (
+        "import _multiprocessing, _posixshmem",
+        "Path(f'/dev/shm/nlgrpo-test-file-{os.getpid()}').touch()",
+        "os.mkdir(f'/dev/shm/nlgrpo-test-folder-{os.getpid()}')",
+        "_posixshmem.shm_open(f'/nlgrpo-test-memory-{os.getpid()}', os.O_CREAT | os.O_RDWR, mode=0o600)",
+        "_multiprocessing.SemLock(1, 1, 1, f'/nlgrpo-test-semaphore-{os.getpid()}', False)",
+    )
+)
 # what is taken out: statements that do it, an injection, and what is reported then
 TAKEN_OUT = {
     "the verification of checkpoints": (
@@ -94,9 +140,9 @@ TAKEN_OUT = {
         r"processes are left: \d+ sleep",
     ),
     "the release of shared memory": (
-        WRAPPED.format("Path(f'/dev/shm/nlgrpo-test-{os.getpid()}').touch()"),
+        WRAPPED.format(MEMORY),
         "generate:SIGTERM",
-        "shared memory is left: nlgrpo-test-",
+        "shared memory is left: nlgrpo-test-file.* nlgrpo-test-folder.* nlgrpo-test-memory.* sem.nlgrpo-test-semaphore",
     ),
 }
 
@@ -104,13 +150,8 @@ TAKEN_OUT = {
 @pytest.mark.parametrize("name", TAKEN_OUT)
 def test_without_a_protection_injections_are_lost(tmp_path, name):
     statements, only, reported = TAKEN_OUT[name]
-    try:
-        status, output = chaos(
-            "--only", only, "--injections", "312", "--folder", str(tmp_path), "--stop", before=SHORT + statements
-        )
-    finally:
-        for path in Path("/dev/shm").glob("nlgrpo-test-*"):
-            path.unlink()
+    options = ["--only", only, "--injections", "312", "--folder", str(tmp_path), "--stop"]
+    status, output = chaos(*options, before=SHORT + statements)
     print(output)
     assert status == 1, output
     assert re.search(rf"LOST .*({reported})", output)

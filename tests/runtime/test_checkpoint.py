@@ -5,7 +5,6 @@ import ctypes
 import logging
 import os
 import pickle
-import random
 import shutil
 import subprocess
 import threading
@@ -13,9 +12,9 @@ import time
 import traceback
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
+from support.checkpoints import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch import nn
 from torch.cuda import _pin_memory_utils
 
@@ -24,52 +23,6 @@ from nlgrpo.runtime.checkpoint import Keep, Saver, folders, storage
 from nlgrpo.runtime.distributed import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
-
-
-class Toy(nn.Module):
-    """Two layers, a parameter that never gets a gradient, one that is frozen, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-        self.unused = nn.Parameter(torch.randn(4))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, inputs):
-        self.count += 1
-        return self.layers(inputs) + self.frozen
-
-
-def make(seed=0):
-    torch.manual_seed(seed)
-    model = Toy()
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-
-
-def train(model, optimizer, steps, start=0):
-    """Train for some steps that draw from all three generators, with a learning rate that depends on the step."""
-    losses = []
-    for step in range(start, start + steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
-        inputs = torch.randn(8, 5) * random.random() + np.random.normal()  # noqa: NPY002
-        loss = model(inputs).square().mean() + random.gauss() * model.layers[0].bias.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def seed_all(seed):
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
 
 
 def everything(model, optimizer):
@@ -85,19 +38,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def save(folder, step, model, optimizer, keep=2, every=0, **state):
-    given = {"model": model, "optimizer": optimizer, "keep": Keep(keep, every)}
-    return checkpoint.save(folder, step, state={"step": step, **state}, **given)
-
-
-def load(folder, model, optimizer):
-    return checkpoint.load(folder, model=model, optimizer=optimizer)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 # --- Resuming ---------------------------------------------------------------------------------------------------------
@@ -215,16 +155,6 @@ def test_without_a_checkpoint_nothing_is_loaded(tmp_path):
     assert load(tmp_path, model, optimizer) is None
     assert load(tmp_path / "nowhere", model, optimizer) is None
     assert checkpoint.newest(tmp_path) is None
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def remove(path):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
 from support.helpers import run_ranks
-from test_checkpoint import SHARD, Toy, flip, load, make, names, save, seed_all, train, truncate
 from torch.distributed.fsdp import fully_shard
 
 from nlgrpo.runtime import checkpoint

@@ -11,9 +11,9 @@ import resource
 from contextlib import contextmanager
 
 import pytest
+from support.checkpoints import load, make, names, save, train
 from support.helpers import Job, run_all, tiny_model
 from support.reports import make_run
-from test_checkpoint import load, make, names, save, train
 
 from nlgrpo import cli
 from nlgrpo.apps.report import figures

@@ -5,10 +5,10 @@ All figures are drawn from the entries of the report's table, so that figures an
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,9 @@ def kind_and_n(procedure: str) -> tuple[str, int]:
     if procedure == "mean":
         return "bon", 1
     found = KIND.fullmatch(procedure)
-    return (found[1], int(found[2])) if found else ("", 0)
+    if found is None:
+        return "", 0
+    return found[1], int(found[2])
 
 
 Points = list[tuple[int, Estimate]]  # (N, value)
@@ -66,8 +68,11 @@ class Table:
         """Values by N of a procedure, for each model that has several. The mean is the value at N = 1."""
         found: dict[str, Points] = {}
         for model in self.models:
-            row = self.rows.get((model, quantity), {})
-            by_n = {n: entry.estimate for (its, n), entry in row.items() if its == kind or (n == 1 and its == "bon")}
+            by_n = {}
+            for (its_kind, n), entry in self.rows.get((model, quantity), {}).items():
+                is_mean = its_kind == "bon" and n == 1
+                if its_kind == kind or is_mean:
+                    by_n[n] = entry.estimate
             if len(by_n) > 1:
                 found[model] = sorted(by_n.items())
         return found
@@ -75,7 +80,9 @@ class Table:
     def at(self, model: str, quantity: str, n: int) -> Entry | None:
         """Best-of-n entry, or for diversity, which has no best-of-n, its only entry."""
         row = self.rows.get((model, quantity), {})
-        return row.get(("bon", n)) or (row.get(("bon", 1)) if len(row) == 1 else None)
+        if ("bon", n) in row:
+            return row["bon", n]
+        return row.get(("bon", 1)) if len(row) == 1 else None
 
     def win_rate(self, model: str, quantity: str, n: int) -> Estimate | None:
         entry = self.at(model, quantity, n)
@@ -90,10 +97,15 @@ class Table:
 
     def chosen_from(self) -> list[int]:
         """[1, N], with the N nearest to 4 that all models have; [1] if they have none in common."""
-        ns = [{n for kind, n in row if kind == "bon"} for row in self.rows.values()]
-        several = [of_row for of_row in ns if len(of_row) > 1]
+        several = []
+        for row in self.rows.values():
+            ns = {n for kind, n in row if kind == "bon"}
+            if len(ns) > 1:
+                several.append(ns)
         common = set.intersection(*several) - {1} if several else set()
-        return [1, min(common, key=lambda n: abs(n - 4))] if common else [1]
+        if not common:
+            return [1]
+        return [1, min(common, key=lambda n: abs(n - 4))]
 
 
 # --- rewards over N ---------------------------------------------------------------------------------------------------
@@ -104,26 +116,22 @@ def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False)
     wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.points(name, kind)][:PANELS]
     figure, panels = _grid(len(wanted), narrow)
     for axes, (name, kind) in zip(panels, wanted, strict=True):
-        found = table.points(name, kind)
-        for model, points in found.items():
+        every: Points = []
+        for model, points in table.points(name, kind).items():
+            every += points
             look = looks[model]
             ns = [n for n, _ in points]
-            axes.fill_between(
-                ns,
-                [estimate.low for _, estimate in points],
-                [estimate.high for _, estimate in points],
-                color=look.colour,
-                alpha=0.13,
-                linewidth=0,
-            )
+            low = [estimate.low for _, estimate in points]
+            high = [estimate.high for _, estimate in points]
             values = [estimate.value for _, estimate in points]
+            axes.fill_between(ns, low, high, color=look.colour, alpha=0.13, linewidth=0)
             axes.plot(ns, values, **look.line, marker=look.marker, markersize=5, label=model)
-        every = [point for points in found.values() for point in points]
-        ns = sorted({n for n, _ in every})
+        ticks = sorted({n for n, _ in every})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ns, [str(n) for n in ns])
+        axes.set_xticks(ticks, [str(n) for n in ticks])
         axes.minorticks_off()
-        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{left_out(estimate.coverage for _, estimate in every)}")
+        missing = left_out(estimate.coverage for _, estimate in every)
+        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{missing}")
         axes.set_xlabel("N (number of samples)")
         axes.set_ylabel("value")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -135,7 +143,8 @@ def _grid(count: int, narrow: bool, columns: int = 2, height: float = 3.3) -> tu
     lines = math.ceil(count / columns)
     if narrow:
         return panels_of(count, columns, 4.2, (height - 0.2) * lines + 0.5)
-    return panels_of(count, columns, 9.6 if columns > 1 else 7.2, height * lines + 0.4)
+    width = 9.6 if columns > 1 else 7.2
+    return panels_of(count, columns, width, height * lines + 0.4)
 
 
 # --- win rates over KL ------------------------------------------------------------------------------------------------
@@ -164,7 +173,8 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
     log N - (N - 1) / N, for rewards without ties.
     """
     wanted = _won(table)
-    figure, panels = _grid(len(wanted), narrow, columns=max(2, len({name for name, _ in wanted})))
+    names = {name for name, _ in wanted}
+    figure, panels = _grid(len(wanted), narrow, columns=max(2, len(names)))
     for axes, (name, n) in zip(panels, wanted, strict=True):
         found: dict[str, tuple[Estimate, Estimate]] = {}
         for model in table.models:
@@ -176,8 +186,9 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
             _reference_curve(axes, max(distance.value for distance, _ in found.values()))
         _scatter(axes, found, looks, places, percent=True)
         axes.axhline(50, color=GREY, linewidth=0.8)
-        title = f"{name}: {'single completions' if n == 1 else f'best-of-{n}'}"
-        axes.set_title(title + left_out(won.coverage for _, won in found.values()))
+        procedure = "single completions" if n == 1 else f"best-of-{n}"
+        missing = left_out(won.coverage for _, won in found.values())
+        axes.set_title(f"{name}: {procedure}{missing}")
         axes.set_xlabel("KL to the reference (nats)")
         axes.set_ylabel("win rate (%)")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)
@@ -208,7 +219,7 @@ def _scatter(
     for model, (x, y) in found.items():
         look = looks[model]
         place = places.get(model, Place(""))
-        at = x.value, scale * y.value
+        at = (x.value, scale * y.value)
         style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": "none"}
         bars = axes.errorbar(*at, xerr=_reach(x), yerr=_reach(y, scale), **style, capsize=2, elinewidth=1, zorder=3)
         axes.plot([], [], **style, label=model)  # filled, for the legend
@@ -220,10 +231,11 @@ def _scatter(
             families.setdefault(place.line, []).append((place.along, *at))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
-    for i, (line, members) in enumerate(families.items()):
+    dashes = itertools.cycle(("-", "--", ":", "-."))
+    for (line, members), linestyle in zip(families.items(), dashes, strict=False):
         if len(members) > 1:
             _, xs, ys = zip(*sorted(members), strict=True)
-            axes.plot(xs, ys, color=GREY, linestyle=("-", "--", ":", "-.")[i % 4], linewidth=1.2, label=line, zorder=1)
+            axes.plot(xs, ys, color=GREY, linestyle=linestyle, linewidth=1.2, label=line, zorder=1)
 
 
 def _reach(estimate: Estimate, scale: float = 1) -> list[list[float]] | None:
@@ -243,13 +255,13 @@ def fronts_of(table: Table, without: Sequence[str]) -> list[tuple[str, str]]:
     procedures: dict[str, set[tuple[str, int]]] = {}
     for (_, quantity), row in table.rows.items():
         procedures.setdefault(quantity, set()).update(row)
-    rewards = [
-        quantity
-        for quantity, known in procedures.items()
-        if ("bon", 1) in known and " by choice of " not in quantity and quantity not in without
-    ]
+    rewards = []
+    for quantity, known in procedures.items():
+        is_reward = ("bon", 1) in known and " by choice of " not in quantity
+        if is_reward and quantity not in without:
+            rewards.append(quantity)
     pairs = []
-    for a, b in combinations(rewards, 2):
+    for a, b in itertools.combinations(rewards, 2):
         both = [model for model in table.models if table.at(model, a, 1) and table.at(model, b, 1)]
         if len(both) > 2:
             pairs.append((a, b))
@@ -278,8 +290,9 @@ def fronts(
             if x is not None and y is not None:
                 found[model] = x.estimate, y.estimate
         _scatter(axes, found, looks, places, hollow=beaten(found))
-        title = "single completions" if n == 1 else f"best-of-{n}"
-        axes.set_title(title + left_out(estimate.coverage for pair in found.values() for estimate in pair))
+        procedure = "single completions" if n == 1 else f"best-of-{n}"
+        missing = left_out(estimate.coverage for pair in found.values() for estimate in pair)
+        axes.set_title(procedure + missing)
         axes.set_xlabel(shortened(a, 40))
         axes.set_ylabel(shortened(b, 40))
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)

@@ -72,7 +72,10 @@ def split(text: str) -> list[str]:
 
 def _unquoted(value: str) -> str:
     whole = re.fullmatch(r"""'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)\"""", value, re.DOTALL)
-    return value if whole is None else whole[1] if whole[1] is not None else whole[2]
+    if whole is None:
+        return value
+    single, double = whole.groups()
+    return double if single is None else single
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,19 @@ def read_grid(arguments: Sequence[str]) -> Command:
 
     Raises UserError for an option that is given twice, also as a switch, and for values not separated by commas.
     """
-    first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    start = list(arguments[:first])
+    start = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    switches = list[str]()
     options = dict[str, list[str]]()
     seen = set[str]()
-    for key, parts in _options(arguments[first:]):
+    for key, parts in _options(arguments[len(start) :]):
         if canonical(key) in seen:
             raise UserError(f"--{key} is given twice; give it once, with commas between its values")
         seen.add(canonical(key))
-        if not parts:
-            start.append(f"--{key}")
-            continue
-        options[key] = _values(key, parts)
-    return Command(start, options)
+        if parts:
+            options[key] = _values(key, parts)
+        else:
+            switches.append(f"--{key}")
+    return Command([*start, *switches], options)
 
 
 def _options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -133,10 +136,12 @@ def _values(key: str, parts: Sequence[str]) -> list[str]:
     if len(parts) > 1:  # one list, as `nlgrpo train` takes it
         return [f"[{','.join(parts)}]"]
     values = split(parts[0])
-    if is_list and len(values) > 1 and not all(value[0] + value[-1] in ("[]", "()") for value in values):
-        one = f"[{','.join(values)}]"
-        several = ",".join(f"[{value}]" for value in values)
-        raise UserError(f"--{key} is a list: write {one} for one value, {several} for {len(values)}")
+    if is_list and len(values) > 1:
+        bracketed = [value[:1] + value[-1:] in ("[]", "()") for value in values]
+        if not all(bracketed):
+            one = f"[{','.join(values)}]"
+            several = ",".join(f"[{value}]" for value in values)
+            raise UserError(f"--{key} is a list: write {one} for one value, {several} for {len(values)}")
     return values
 
 
@@ -170,7 +175,8 @@ def settings(start: Sequence[str], rows: Sequence[Mapping[str, str]], axes: Sequ
     for row in rows:
         arguments = [*start, *_arguments(row, rewards)]
         config, _ = from_arguments(arguments)
-        setting = Setting(dict(_override(config, key, row[key]) for key in axes), arguments, config)
+        overrides = dict(_override(config, key, row[key]) for key in axes)
+        setting = Setting(overrides, arguments, config)
         twin = found.setdefault(repr(config), setting)
         if twin is not setting:
             raise UserError(f"two points have the same configuration: {twin.overrides} and {setting.overrides}")
@@ -204,15 +210,17 @@ def _check_used(start: Sequence[str], given: Sequence[str], row: Mapping[str, st
 def _arguments(options: Mapping[str, str], rewards: Collection[str]) -> list[str]:
     """Return the options as arguments of `nlgrpo train`; the objective of a single reward overrides ``--objective``."""
     own = {dashed(key) for key in options}
-    arguments = [
-        f"--rewards.{name}.objective={options[OBJECTIVE]}"
-        for name in rewards
-        if OBJECTIVE in options and dashed(f"rewards.{name}.objective") not in own
-    ]
+    arguments = []
+    if OBJECTIVE in options:
+        for name in rewards:
+            key = f"rewards.{name}.objective"
+            if dashed(key) not in own:
+                arguments.append(f"--{key}={options[OBJECTIVE]}")
     for key, text in options.items():
         if dashed(f"--{key}") in LISTS:
             inner = re.sub(r"^[\[(](.*)[\])]$", r"\1", text.strip(), flags=re.DOTALL)
-            arguments += [f"--{key}", *(item.strip() for item in inner.split(",") if item.strip())]
+            items = [item.strip() for item in inner.split(",")]
+            arguments += [f"--{key}", *filter(None, items)]
         elif key != OBJECTIVE:
             arguments.append(f"--{key}={text}")
     return arguments
@@ -223,12 +231,15 @@ def _override(config: Config, key: str, text: str) -> tuple[str, Any]:
     if key == OBJECTIVE:
         return OBJECTIVE, text
     names = []
-    at = config
+    value: Any = config
     for part in key.split("."):
-        inner = at if isinstance(at, dict) else vars(at)
-        names.append(next(name for name in inner if dashed(name) == dashed(part)))
-        at = inner[names[-1]]
-    return ".".join(names), list(at) if isinstance(at, tuple) else at
+        section = value if isinstance(value, dict) else vars(value)
+        name = next(name for name in section if dashed(name) == dashed(part))
+        names.append(name)
+        value = section[name]
+    if isinstance(value, tuple):
+        value = list(value)
+    return ".".join(names), value
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -240,8 +251,12 @@ def short_names(keys: Sequence[str]) -> list[str]:
     for key in keys:
         parts = key.split(".")
         others = [f".{other}" for other in keys if other != key]
-        ends = [".".join(parts[i:]) for i in range(len(parts) - (2 if parts[0] == "rewards" else 1), -1, -1)]
-        found.append(next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key))
+        count = 2 if parts[0] == "rewards" else 1
+        end = ".".join(parts[-count:])
+        while count < len(parts) and any(other.endswith(f".{end}") for other in others):
+            count += 1
+            end = ".".join(parts[-count:])
+        found.append(end)
     return found
 
 
@@ -260,13 +275,15 @@ def folder_name(overrides: Mapping[str, Any], taken: Collection[str] = ()) -> st
     A digest of the values is appended if a value is long or has characters that do not belong in a name, or if the name
     is ``taken`` (ignoring case, as some file systems do).
     """
-    texts = [
-        f"{key}={'+'.join(map(shown, value)) if isinstance(value, list) else shown(value)}".replace(":", "-")
-        for key, value in zip(short_names(list(overrides)), overrides.values(), strict=True)
-    ]
-    names = [_cut(re.sub(r"[^A-Za-z0-9_=.+-]+", "-", text).rstrip("-")) for text in texts]
+    names = []
+    exact = True
+    for key, value in zip(short_names(list(overrides)), overrides.values(), strict=True):
+        values = value if isinstance(value, list) else [value]
+        text = f"{key}={'+'.join(map(shown, values))}".replace(":", "-")
+        names.append(_cut(re.sub(r"[^A-Za-z0-9_=.+-]+", "-", text).rstrip("-")))
+        exact = exact and names[-1] == text
     name = ",".join(names)
-    if names == texts and len(name) <= LONGEST_NAME and name.casefold() not in map(str.casefold, taken):
+    if exact and len(name) <= LONGEST_NAME and name.casefold() not in map(str.casefold, taken):
         return name
     digest = hashlib.sha256(json.dumps(overrides, sort_keys=True).encode()).hexdigest()[:8]
     return f"{name[:LONGEST_NAME]},{digest}"

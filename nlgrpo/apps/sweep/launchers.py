@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -67,18 +67,22 @@ def command(arguments: Sequence[str], ranks: int, nodes: int = 1) -> list[str]:
 
     With several nodes, each of them runs it, and `job.run` sets where they meet.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    line = [sys.executable]
     if nodes > 1:
-        meeting = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
-        launcher = ["-m", "torch.distributed.run", *meeting]
-    return [sys.executable, *launcher, "-m", "nlgrpo.cli", *arguments]
+        line += ["-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
+        line += ["--rdzv-backend=c10d"]
+    elif ranks > 1:
+        line += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*line, "-m", "nlgrpo.cli", *arguments]
 
 
 def visible_gpus() -> list[str]:
     """Names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (named.split(",") if named else [str(i) for i in range(count)])[:count]
+    if named:
+        return named.split(",")[:count]
+    return [str(i) for i in range(count)]
 
 
 def _python_settings() -> dict[str, str]:
@@ -178,33 +182,27 @@ class SlurmOptions:
 
     def faults(self, ranks: int) -> list[str]:
         """Return what is out of range, one line each."""
-        allowed = {
-            "timeout-min": (
-                self.timeout_min,
-                ">= 3, because runs are stopped 90 seconds before",
-                self.timeout_min >= 3,
-            ),
-            "nodes": (self.nodes, ">= 1", self.nodes >= 1),
-            "gpus-per-node": (
-                self.gpus_per_node,
-                f"none or >= --nproc-per-node = {ranks}",
-                self.gpus_per_node is None or self.gpus_per_node >= ranks,
-            ),
-            "cpus-per-task": (
-                self.cpus_per_task,
-                "none or >= 1",
-                self.cpus_per_task is None or self.cpus_per_task >= 1,
-            ),
-            "mem-gb": (self.mem_gb, "none or > 0", self.mem_gb is None or self.mem_gb > 0),
-            "extra": (self.extra, "NAME=VALUE ..", all(pair.partition("=")[2] for pair in self.extra)),
-        }
-        return [
-            f"--slurm.{name} = {value}: allowed is {what}" for name, (value, what, good) in allowed.items() if not good
-        ]
+        wrong = list[tuple[str, object, str]]()
+        if self.timeout_min < 3:
+            wrong.append(("timeout-min", self.timeout_min, ">= 3, because runs are stopped 90 seconds before"))
+        if self.nodes < 1:
+            wrong.append(("nodes", self.nodes, ">= 1"))
+        if self.gpus_per_node is not None and self.gpus_per_node < ranks:
+            wrong.append(("gpus-per-node", self.gpus_per_node, f"none or >= --nproc-per-node = {ranks}"))
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            wrong.append(("cpus-per-task", self.cpus_per_task, "none or >= 1"))
+        if self.mem_gb is not None and not self.mem_gb > 0:
+            wrong.append(("mem-gb", self.mem_gb, "none or > 0"))
+        if not all(pair.partition("=")[2] for pair in self.extra):
+            wrong.append(("extra", self.extra, "NAME=VALUE .."))
+        return [f"--slurm.{name} = {value}: allowed is {allowed}" for name, value, allowed in wrong]
 
     def parameters(self) -> dict[str, Any]:
         """Parameters of submitit's AutoExecutor."""
-        extra = {name.lstrip("-"): value for name, _, value in (pair.partition("=") for pair in self.extra)}
+        extra = {}
+        for pair in self.extra:
+            name, _, value = pair.partition("=")
+            extra[name.lstrip("-")] = value
         return {
             "name": "nlgrpo",
             "timeout_min": self.timeout_min,
@@ -296,17 +294,21 @@ class SubmittedRun:
             with self.calls:
                 state = self.handle.state
             lines = [line for line in str(error).splitlines() if line.strip()]
-            self.ended = f"job {self.job} ended in state {state}: {lines[-1] if lines else type(error).__name__}"
+            reason = lines[-1] if lines else type(error).__name__
+            self.ended = f"job {self.job} ended in state {state}: {reason}"
             return 1
-        signalled = [status for status in statuses if status == -signal.SIGTERM]
-        if signalled and not self._local:  # a preempted job may be in the queue again, and must not run beside the next
-            with self.calls:
-                self.handle.cancel(check=False)
-        return (signalled or [status for status in statuses if status] or [0])[0]
+        if -signal.SIGTERM in statuses:
+            # a preempted job may be in the queue again, and must not run beside the next
+            if not self._local:
+                with self.calls:
+                    self.handle.cancel(check=False)
+            return -signal.SIGTERM
+        return next((status for status in statuses if status != 0), 0)
 
     def state(self) -> State:
         with self.calls:
-            return "queued" if self.handle.state.upper() in ("PENDING", "UNKNOWN", "REQUEUED") else "running"
+            waits = self.handle.state.upper() in ("PENDING", "UNKNOWN", "REQUEUED")
+        return "queued" if waits else "running"
 
     def stop(self) -> None:
         """Send SIGTERM to a run; cancel a job that waits, or, the second time, a run too."""
@@ -327,5 +329,5 @@ def launcher(name: str, folder: Path, ranks: int, jobs: int, lock: int, slurm: S
     """Build the launcher "local", "slurm" or "submitit-local". Raises UserError without submitit or SLURM."""
     if name == "local":
         return LocalLauncher(ranks, jobs, lock)
-    cluster: Mapping[str, Cluster] = {"slurm": "slurm", "submitit-local": "local"}
-    return SubmititLauncher(folder, ranks, slurm or SlurmOptions(), cluster[name])
+    cluster: Cluster = "local" if name == "submitit-local" else "slurm"
+    return SubmititLauncher(folder, ranks, slurm or SlurmOptions(), cluster)

@@ -37,32 +37,38 @@ FULL = (atomic_files.CANNOT, os.strerror(errno.ENOSPC))  # errors of a full disk
 
 def _base(setting: Setting) -> dict[str, Any]:
     """The configuration as JSON values, without the varied keys and the run's folder."""
-    base = json.loads(json.dumps(to_dict(setting.config)))
-    objectives = [f"rewards.{name}.objective" for name in base["rewards"]]
-    for key in ["train.out", *setting.overrides]:
-        for name in objectives if key == grid.OBJECTIVE else [key]:
-            *path, last = name.split(".")
-            section = base
-            for part in path:
-                section = section[part]
-            section.pop(last, None)
+    base: dict[str, Any] = json.loads(json.dumps(to_dict(setting.config)))
+    varied = ["train.out", *setting.overrides]
+    if grid.OBJECTIVE in varied:
+        varied.remove(grid.OBJECTIVE)
+        varied += [f"rewards.{name}.objective" for name in base["rewards"]]
+    for key in varied:
+        *path, last = key.split(".")
+        section = base
+        for part in path:
+            section = section[part]
+        section.pop(last, None)
     return base
 
 
 def check_usable(folder: Path) -> None:
     """Raise UserError if the folder holds anything but a sweep; files of a sweep that was killed early are allowed."""
-    if folder.exists() and not (folder / sweep_state.SWEEP_FILE).exists():
-        early = (f"{sweep_state.SWEEP_FILE}.tmp", "logs", JOBS)
-        if not (folder.is_dir() and all(p.name in early or p.name.startswith(LOCK) for p in folder.iterdir())):
-            raise UserError(f"{folder} exists but holds no sweep; choose another folder with --out")
+    if not folder.exists() or (folder / sweep_state.SWEEP_FILE).exists():
+        return
+    early = (f"{sweep_state.SWEEP_FILE}.tmp", "logs", JOBS)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    foreign = [name for name in names if name not in early and not name.startswith(LOCK)]
+    if foreign or not folder.is_dir():
+        raise UserError(f"{folder} exists but holds no sweep; choose another folder with --out")
 
 
 def merge(folder: Path, settings: Sequence[Setting]) -> tuple[SweepState, list[Point]]:
     """Return the folder's manifest, or a new one, with a point for each of ``settings``, and these points in order."""
     base = _base(settings[0])
-    manifest = (
-        sweep_state.read_sweep(folder) if (folder / sweep_state.SWEEP_FILE).exists() else SweepState(folder, base, [])
-    )
+    if (folder / sweep_state.SWEEP_FILE).exists():
+        manifest = sweep_state.read_sweep(folder)
+    else:
+        manifest = SweepState(folder, base, [])
     _same_sweep(manifest, base, settings[0].overrides)
     keys = list((manifest.points or settings)[0].overrides)  # the order that folder names use
     wanted = []
@@ -126,6 +132,7 @@ class SweepRunner:
     def run_all(self, points: Sequence[tuple[Setting, Point]], retry: bool) -> bool:
         """Run the unfinished points in this order. Returns whether a signal stopped the sweep early."""
         todo = to_run([point for _, point in points], retry)
+        settings = {point.name: setting for setting, point in points}
         say(f"{self.manifest.folder}: {len(points)} points, {len(todo)} to run")
         slots = SimpleQueue[int]()
         ended = list[Point]()
@@ -139,11 +146,13 @@ class SweepRunner:
             label = f"[{number}/{len(todo)}] {point.name}"
             try:
                 say(f"{label}: {'resumes' if point.folder.exists() else 'starts'}")
-                self._run(next(setting for setting, other in points if other is point), point, slot)
+                self._run(settings[point.name], point, slot)
                 ended.append(point)
                 result = f"{point.state} after {clock_time(point.seconds)}"
-                result += f": {point.error}" if point.error else ""
-                say(f"{label}: {result}{_time_left(self.manifest, (len(todo) - len(ended)) / self.jobs)}")
+                if point.error:
+                    result += f": {point.error}"
+                ahead = len(todo) - len(ended)
+                say(f"{label}: {result}{_time_left(self.manifest, ahead / self.jobs)}")
             except BaseException:
                 self.broken = True
                 raise
@@ -180,14 +189,16 @@ class SweepRunner:
         point.seconds = round(point.seconds + time.monotonic() - start, 1)
         if point.finished():
             self._note(point, "done", status)
-        elif self.stop.received or (self.broken and status == -signal.SIGTERM) or status == 0:  # stopped on purpose
+            return
+        on_purpose = self.stop.received or (self.broken and status == -signal.SIGTERM)
+        if on_purpose or status == 0:
             self._note(point, "stopped", status)
-        else:
-            error = run.failure() or _error(point, status, first)
-            full = any(text in error for text in FULL)
-            self._note(point, "stopped" if full else "failed", status, error)
-            if full:
-                raise UserError(f"{point.name}: {error.removeprefix('error: ')}")
+            return
+        error = run.failure() or _error(point, status, first)
+        if any(text in error for text in FULL):
+            self._note(point, "stopped", status, error)
+            raise UserError(f"{point.name}: {error.removeprefix('error: ')}")
+        self._note(point, "failed", status, error)
 
     def _note(self, point: Point, state: State, status: int | None = None, error: str = "") -> None:
         with self.writes:
@@ -201,7 +212,8 @@ class SweepRunner:
         stops = 0
         self._note(point, run.state())
         while (status := run.poll()) is None:
-            if stops < (self.stop.received or self.broken) + self.insisted:
+            told = int(self.stop.received or self.broken) + int(self.insisted)
+            if stops < told:
                 run.stop()
                 stops += 1
             if run.state() != point.state:
@@ -224,7 +236,9 @@ def _error(point: Point, status: int, first: int) -> str:
         lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines()]
     lines = [line for line in lines if line not in ("", REPORT)]  # the line before is the exception of a bug
     named = [line for line in lines if line.startswith("error:")]
-    return (named or lines or [f"exit status {status} without output"])[-1]
+    if named:
+        return named[-1]
+    return lines[-1] if lines else f"exit status {status} without output"
 
 
 def last_lines(point: Point, count: int = 5) -> list[str]:
@@ -247,4 +261,6 @@ def clock_time(seconds: float) -> str:
 def _time_left(manifest: SweepState, points: float) -> str:
     """Text with the time left for ``points`` points in sequence, from the mean time of the finished ones."""
     times = [point.seconds for point in manifest.points if point.state == "done" and point.seconds > 0]
-    return f"; about {clock_time(points * sum(times) / len(times))} left" if times and points else ""
+    if not times or not points:
+        return ""
+    return f"; about {clock_time(points * sum(times) / len(times))} left"

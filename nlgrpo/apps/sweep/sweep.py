@@ -83,13 +83,16 @@ def main(arguments: Sequence[str]) -> int:
         Options, args=list(arguments), prog="nlgrpo sweep", description=ABOUT, return_unknown_args=True
     )
     if options.launcher == "local":
-        unused = [name for name, value in vars(options.slurm).items() if value != getattr(SlurmOptions(), name)]
+        defaults = vars(SlurmOptions())
+        unused = [name for name, value in vars(options.slurm).items() if value != defaults[name]]
         if unused:
             names = ", ".join(dashed(f"--slurm.{name}") for name in unused)
             raise UserError(f"{names}: only with --launcher slurm; this sweep runs on this machine")
     command = grid.read_grid(rest)
     folder = options.out or Path(f"runs/{from_arguments(command.start)[0].recipe}-sweep")
-    known = sweep_state.read_sweep(folder).points[0].overrides if (folder / sweep_state.SWEEP_FILE).exists() else ()
+    known = list[str]()
+    if (folder / sweep_state.SWEEP_FILE).exists():
+        known = list(sweep_state.read_sweep(folder).points[0].overrides)
     axes = command.axes(known)
     if not axes:
         raise UserError("no option has several values; separate values by commas, such as --loss.beta 1e-2,1e-1")
@@ -128,11 +131,9 @@ def run(
     point starts, and for a folder of something else.
     """
     settings = grid.settings(start, rows, list(rows[0]) if axes is None else axes)
-    jobs = jobs if jobs is not None else 1 if where == "local" else len(settings)
-    if where == "local":
-        _check(settings, ranks, jobs)
-    else:
-        _check(settings, ranks, jobs, slurm or SlurmOptions())
+    if jobs is None:
+        jobs = 1 if where == "local" else len(settings)
+    _check(settings, ranks, jobs, None if where == "local" else slurm or SlurmOptions())
     check_usable(folder)
     if dry_run:
         manifest, points = merge(folder, settings)
@@ -142,7 +143,8 @@ def run(
     try:
         with locked(folder) as lock:
             manifest, points = merge(folder, settings)
-            _check_no_jobs(points if where == "local" else [])
+            if where == "local":
+                _check_no_jobs(points)
             (folder / "logs").mkdir(exist_ok=True)
             manifest.write()
             work = SweepRunner(manifest, launcher(where, folder, ranks, jobs, lock, slurm), jobs)
@@ -172,20 +174,24 @@ def _check(settings: Sequence[Setting], ranks: int, jobs: int, slurm: SlurmOptio
         submitit()
         if faults := slurm.faults(ranks):
             raise UserError("\n".join(faults))
-    world = ranks * (1 if slurm is None else slurm.nodes)
-    if slurm is None and jobs > 1 and 0 < len(visible_gpus()) < jobs * ranks:
-        raise UserError(
-            f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {len(visible_gpus())}"
-        )
+        world = ranks * slurm.nodes
+    else:
+        world = ranks
+        gpus = len(visible_gpus()) if jobs > 1 else 0
+        if 0 < gpus < jobs * ranks:
+            raise UserError(f"--jobs {jobs} of {ranks} ranks each need {jobs * ranks} GPUs, and there are {gpus}")
     found: dict[str, list[str]] = {}
     for setting in settings:
         for fault in _faults(setting, world):
             found.setdefault(fault, []).append(grid.folder_name(setting.overrides))
-    if found:
-        whose = {fault: "all" if len(names) == len(settings) else "; ".join(names) for fault, names in found.items()}
-        count = len({name for names in found.values() for name in names})
-        lines = [f"{count} of {len(settings)} points cannot be run:", *(f"  {f} ({whose[f]})" for f in found)]
-        raise UserError("\n".join(lines))
+    if not found:
+        return
+    faulty = {name for names in found.values() for name in names}
+    lines = [f"{len(faulty)} of {len(settings)} points cannot be run:"]
+    for fault, names in found.items():
+        whose = "all" if len(names) == len(settings) else "; ".join(names)
+        lines.append(f"  {fault} ({whose})")
+    raise UserError("\n".join(lines))
 
 
 def _check_no_jobs(points: Sequence[Point]) -> None:
@@ -218,24 +224,29 @@ def _faults(setting: Setting, ranks: int) -> list[str]:
 
 def _show(manifest: SweepState) -> None:
     evaluated = [_evaluated(point) for point in manifest.points]
-    results = [_results(manifest, *pair) for pair in zip(manifest.points, evaluated, strict=True)]
+    results = []
+    for point, sampled in zip(manifest.points, evaluated, strict=True):
+        results.append(_results(manifest, point, sampled))
+    # the best-of-N of each point; the heading names N if all have the same
     procedures = {row.procedure for rows in results for row in rows[1:]}
     one = next(iter(procedures)) if len(procedures) == 1 else ""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, caption_justify="left")
     known = [sampled for sampled in evaluated if sampled is not None]
-    table.caption = f"evaluated on {sizes_of(known)}" if known else None
+    if known:
+        table.caption = f"evaluated on {sizes_of(known)}"
     for heading in grid.short_names(list(manifest.points[0].overrides)):
         table.add_column(Text(heading))
     for heading in ("mean", one or "best of N", "KL", "time", "state"):
         table.add_column(heading, no_wrap=True)
     for point, rows in zip(manifest.points, results, strict=True):
-        values = [
-            format_interval(row, "\n") + ("" if one or not i else f"\n{row.procedure}") for i, row in enumerate(rows)
-        ]
-        cells = [*map(grid.shown, point.overrides.values()), *values, *["-"] * (2 - len(rows)), _kl(point)]
-        table.add_row(*map(Text, cells), clock_time(point.seconds) if point.seconds else "-", _state(point))
-    console = terminal.output(width=terminal.TABLE_WIDTH)
-    console.print(table)
+        values = [format_interval(row, "\n") for row in rows]
+        if len(rows) == 2 and not one:
+            values[1] += f"\n{rows[1].procedure}"
+        values += ["-"] * (2 - len(rows))
+        time = clock_time(point.seconds) if point.seconds else "-"
+        cells = [*map(grid.shown, point.overrides.values()), *values, _kl(point)]
+        table.add_row(*map(Text, cells), time, _state(point))
+    terminal.output(width=terminal.TABLE_WIDTH).print(table)
 
 
 def _state(point: Point) -> str:
@@ -263,6 +274,9 @@ def _results(manifest: SweepState, point: Point, sampled: EvaluationSamples | No
 
 def _kl(point: Point) -> str:
     """Return the KL per token in the last step that has one, or a dash without a reference."""
-    values = [row["kl"] for row in run_files.read_jsonl(point.folder / run_files.METRICS_FILE) if "kl" in row]
-    value = values[-1] if values else None
-    return f"{value:.4f}" if isinstance(value, int | float) and math.isfinite(value) else "-"
+    value = None
+    for row in run_files.read_jsonl(point.folder / run_files.METRICS_FILE):
+        value = row.get("kl", value)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return f"{value:.4f}"
+    return "-"
