@@ -41,6 +41,22 @@ def test_procedures_by_n():
     assert {text: evaluation_figures.kind_and_n(text) for text in known} == known
 
 
+@pytest.mark.parametrize(
+    ("of_x", "of_y", "expected"),
+    [
+        (["mean", "bon:2", "bon:16"], ["mean", "bon:2", "bon:16"], [1, 2]),  # nearest to 4
+        (["mean", "bon:2", "bon:16"], ["mean", "bon:16"], [1, 16]),
+        (["mean", "bon:2"], ["mean", "bon:16"], [1]),
+        (["mean", "bon:2", "bon:4"], ["mean"], [1, 4]),  # of the models that have several
+        (["mean"], ["mean"], [1]),
+    ],
+)
+def test_numbers_of_candidates_that_all_models_have(of_x, of_y, expected):
+    rows = [Entry("x", "a", procedure, estimate(0)) for procedure in of_x]
+    rows += [Entry("y", "a", procedure, estimate(0)) for procedure in of_y]
+    assert Table(rows).chosen_from() == expected
+
+
 def test_rewards_over_n():
     table = Table(entries(procedures=("mean", "bon:2", "bon:4", "wor:4")))
     panels = evaluation_figures.best_of_n(table, LOOKS).axes
