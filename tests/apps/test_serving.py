@@ -91,14 +91,17 @@ def work(tmp_path_factory):
 
 
 @contextmanager
-def serving(work, *more, reward="high", status=0, **environ):
-    """A server in a forked process, and its port; it is stopped by SIGTERM and must end with ``status``."""
+def serving(work, *more, reward="high", status=0, at_end=int, **environ):
+    """A server in a forked process, and its port; it is stopped by SIGTERM and must end with ``status``.
+
+    The process calls ``at_end`` with the status of the command, and ends with what it returns.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--model", str(work / "policy"), "--name", "tiny", "--max-new-tokens", str(TOKENS), "--port", str(port)]
     if "--guide" not in more:
         options += ["--procedure", "bon:4", "--choose", f"{work / 'rewards.py'}:{reward}"]
-    process = Forked(lambda: cli.main(["serve", *options, *more]), **environ)
+    process = Forked(lambda: at_end(cli.main(["serve", *options, *more])), **environ)
     try:
         for _ in range(400):
             try:
@@ -617,6 +620,15 @@ def test_requests_in_flight_are_answered_before_the_end(work):
         assert [future.result()[0] for future in waiting] == [200] * 6
         with pytest.raises(OSError, match="refused"):
             get(port, "/health")
+
+
+def test_another_sigterm_at_the_end_does_not_change_the_status(work):
+    def stopped_again(status):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return status
+
+    with serving(work, at_end=stopped_again) as (port, _):
+        assert post(port, {"prompt": "w1"})[0] == 200
 
 
 def test_what_still_waits_after_the_grace_is_refused(work):

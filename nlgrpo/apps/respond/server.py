@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -53,20 +54,23 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(number: int, _: FrameType | None) -> None:
+            if not self.should_exit:
+                self.should_exit = True
+                loop.call_soon_threadsafe(loop.call_later, self.grace, self._end)
+            elif number == signal.SIGINT:
+                os._exit(130)
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop, number)
+            signal.signal(number, stop)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-
-    def _stop(self, number: int) -> None:
-        if not self.should_exit:
-            self.should_exit = True
-            asyncio.get_running_loop().call_later(self.grace, self._end)
-        elif number == signal.SIGINT:
-            os._exit(130)
+            # All is answered, and the process ends: another SIGTERM must not change its status.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, before)
 
     def _end(self) -> None:
         """Fail what is still waiting, and close the connections once those answers had time to leave."""
