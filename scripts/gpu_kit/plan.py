@@ -54,9 +54,7 @@ STEPS = (
         "length-bon in bfloat16: background checkpoints, resumed by torchrun, and the same seed again",
         "gloo in place of NCCL",
     ),
-    Step(
-        "doctor", "check", 90, "nlgrpo doctor", "three of its checks; Triton's kernels are not timed", bfloat16=False
-    ),
+    Step("doctor", "check", 90, "nlgrpo doctor", "three of its checks", bfloat16=False),
     Step("tests", "check", 130, "pytest -m gpu", "one small file of tests that need no GPU, in one process"),
     Step(
         "sanitizer", "check", 130, "compute-sanitizer on the chunked linearize and on decoding",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nlgrpo.apps.doctor.findings import Result
+from nlgrpo.apps.doctor.findings import Result, attempt
 
 Pair = tuple[Tensor, Tensor]  # a result, and its true value
 
@@ -67,6 +67,11 @@ def judge(pairs: Sequence[Pair], bound: float, advice: str) -> Result:
     error = roundings(pairs)
     detail = f"error {error:.2g} eps (bound {bound:g})"
     numbers = {"error_eps": error if math.isfinite(error) else None, "bound_eps": bound}
-    return (
-        Result("ok", detail, numbers=numbers) if error <= bound else Result("failed", detail, advice, numbers=numbers)
-    )
+    if error > bound:
+        return Result("failed", detail, advice, numbers=numbers)
+    return Result("ok", detail, numbers=numbers)
+
+
+def compare(part: str, pairs: Callable[[], Sequence[Pair]], bound: float, advice: str) -> Result:
+    """Return `judge`'s result of ``pairs()`` under the name ``part``; failed if the call raises."""
+    return attempt(part, lambda: judge(pairs(), bound, advice), advice)

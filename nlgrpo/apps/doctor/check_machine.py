@@ -136,10 +136,12 @@ def without_gpu(version: str | None, cuda: str | None, built: str) -> Result:
 def judge_gpu(i: int, found: Gpu, version: str | None, cuda: str, newest: int | None) -> Result:
     """Result of GPU ``i``. ``newest``: latest CUDA of the driver, as `driver_cuda`."""
     limit = bandwidth(found.name)
-    roofline = f"{limit / 1e12:.3g} TB/s" if limit else "roofline unknown"
+    memory = gib(found.memory)
+    if limit is not None:
+        memory += f", {limit / 1e12:.3g} TB/s"
     capability = ".".join(map(str, found.capability))
     supports = f" (up to CUDA {newest // 1000}.{newest % 1000 // 10})" if newest else ""
-    detail = f"{found.name}, {gib(found.memory)}, {roofline}, capability {capability}"
+    detail = f"{found.name}, {memory}, capability {capability}"
     detail += f", driver {version or 'unknown'}{supports}, torch for CUDA {cuda}"
     numbers = asdict(found) | {"driver": version, "torch_cuda": cuda, "driver_cuda": newest, "bytes_per_second": limit}
     status = "ok"

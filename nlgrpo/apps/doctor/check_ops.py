@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nlgrpo import kernels
-from nlgrpo.apps.doctor.accuracy import Pair, against_float64, judge, normal
+from nlgrpo.apps.doctor.accuracy import Pair, against_float64, compare, normal
 from nlgrpo.apps.doctor.check_machine import cpu_fields
-from nlgrpo.apps.doctor.findings import Result, attempt, message
+from nlgrpo.apps.doctor.findings import Result, message
 from nlgrpo.kernels import BlockWeights, Branches, Segments, ecdf, extension, reference
 
 BOUND = 32  # roundings of the dtype, relative to the largest value
@@ -37,7 +37,7 @@ def ops() -> Iterator[Result]:
         yield absent()
         return
     for case in CASES:
-        yield attempt(case.name, lambda case=case: judge(case.pairs(), BOUND, ADVICE), ADVICE)  # type: ignore[misc]
+        yield compare(case.name, case.pairs, BOUND, ADVICE)
 
 
 def absent() -> Result:

@@ -45,7 +45,7 @@ CHECKS = (
     Check("ops", "every compiled CPU op against plain PyTorch in float64", check_ops.ops, check_ops.ADVICE),
     Check(
         "kernels",
-        "every Triton kernel: error and time on a GPU, else whether it compiles for three",
+        "every Triton kernel: its error on a GPU, else whether it compiles for three",
         check_kernels.triton_kernels,
         check_kernels.COMPILER,
     ),
