@@ -68,7 +68,8 @@ def test_disturbed_runs_are_equal(tmp_path, command):
     print(output)
     assert status == 0, output
     injections = int(re.search(r"^(\d+) injections in \d+ minutes, 0 lost$", output, re.MULTILINE)[1])
-    assert injections == len(DISTURBED[command])
+    chosen = len(DISTURBED[command])
+    assert chosen - 1 <= injections <= chosen  # a place near the end is not always reached
     assert not list(tmp_path.iterdir())
 
 
