@@ -1,8 +1,10 @@
 """Fixtures shared by the tests."""
 
 import gc
+import math
 import os
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +81,24 @@ LONGEST = [
 ]  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    _mark_unsampled(items)
+
+
+def _mark_unsampled(items: list[pytest.Item]) -> None:
+    """Mark all but one in N cases of a test with ``@pytest.mark.sampled(N)`` slow: the same ones each time."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        (every,) = several[0].get_closest_marker("sampled").args
+        several.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in several[math.ceil(len(several) / every) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -80,6 +80,8 @@ def from_file(config: NamedConfig, arguments: Sequence[str], *, program: str, ab
 
 def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about: str) -> AnyConfig:
     """Like `override`, for any configuration dataclass."""
+    if not arguments:
+        return config
     keys = key_types(type(config)).items()
     return tyro.cli(
         type(config),

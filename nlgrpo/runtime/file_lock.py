@@ -165,12 +165,34 @@ class FileLock:
             alive = self._beating(owner, before)
         if alive:
             raise Busy("another process" if owner is None else str(owner))
-        removed = self.owner_file.with_name(f"{self.owner_file.name}.{me.id}")
-        with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-            os.rename(self.owner_file, removed)
-            if before is None or removed.stat().st_ino != before[0]:  # and has the lock now
-                os.link(removed, self.owner_file)
-            removed.unlink()
+        if before is not None:
+            self._remove(before)
+
+    def _remove(self, before: tuple[int, int]) -> None:
+        """Remove the owner's file if it is still that of ``before``.
+
+        Between the look at a file and its removal, another process may remove it and write its own. So a process first
+        creates a file that only one can create, which gives it the right to remove this one.
+        """
+        right = self.owner_file.with_name(f"{self.owner_file.name}.{before[0]}")
+        try:
+            right.open("x").close()
+        except FileExistsError:
+            self._wait_for_removal(right)
+            return
+        try:
+            if self._beats() == before:
+                self.owner_file.unlink()
+        finally:
+            right.unlink(missing_ok=True)
+
+    def _wait_for_removal(self, right: Path) -> None:
+        """Wait until another process has removed the owner's file. Take its right away if it has ended meanwhile."""
+        until = time.monotonic() + PATIENCE
+        while right.exists():
+            if time.monotonic() >= until:
+                right.unlink(missing_ok=True)
+            time.sleep(PATIENCE / 350)
 
     def _beating(self, owner: Owner | None, before: tuple[int, int] | None) -> bool:
         """Whether an owner that this machine cannot see changes the time of its file."""

@@ -232,6 +232,7 @@ def test_from_another_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_pipe_to_head(tmp_path):
     (_, head), out, err = shell("nlgrpo train --help | head -1", tmp_path)
     assert out.startswith("usage: nlgrpo train")

@@ -148,6 +148,7 @@ def test_labels_of_a_report_name_runs_and_settings(runs):
     assert [model.label for model in apart.models] == ["B", "B (2)", "B (3)"]
 
 
+@pytest.mark.slow
 def test_a_report_tests_settings_against_each_other(tmp_path):
     runs = [
         run_in(tmp_path / f"objective={objective},seed={seed}", seed, objective, rate)
@@ -286,6 +287,7 @@ def test_walks_stop_at_the_first_wall(narrow):
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_a_report_of_mazes_has_both_pictures(tmp_path):
     correct = torch.tensor([[1.0, 0.0]])
     model = samples_of(correct, [SMALL], [[RIGHT, WRONG]])

@@ -31,6 +31,7 @@ def error_of(capsys, *arguments):
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", BON)
 def test_win_rates_of_the_paper(n, tmp_path, capsys):
     assert run("--n", n, "--transforms", ",".join(BON[n]), "--kls", 1, "--out", tmp_path / "new" / "folder") == 0
@@ -124,6 +125,7 @@ def test_further_procedures_are_columns(tmp_path, capsys, monkeypatch):
     assert figure.axes[3].lines[-1].get_ydata() == pytest.approx(100 * crosses)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_user(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def top(u):\n    return (u > 0.9).double()\n\ndef back(u):\n    return -u\n")
@@ -146,6 +148,7 @@ def test_a_suggestion(worst, best, ceiling, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")

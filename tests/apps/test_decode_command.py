@@ -499,6 +499,7 @@ def test_compressed_value_model_of_a_folder(work):
     assert found["compressed", 4]["value_bytes"] == alone["value_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_finished_methods_are_not_decoded_again(work, capsys, monkeypatch):
     assert cli.main(arguments(work, "kept")) == 0
     shown = capsys.readouterr().out
@@ -568,6 +569,7 @@ def test_methods():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -231,6 +231,7 @@ DIES = "import sys, time\nif sys.argv[2] == '1':\n    sys.exit('planted death')\
 WRONG = "import json; print(json.dumps({'sums': [0.0, 3.0, 6.5], 'seconds': 1.0, 'bytes': 4}))"
 
 
+@pytest.mark.slow
 def test_two_ranks_sum_exactly():
     found = check_ranks.all_reduce("gloo", 2, "")
     assert found.status == "ok"
@@ -253,6 +254,7 @@ def test_a_rank_that_dies_or_errs(code, said, monkeypatch, tmp_path):
     assert "GLOO_SOCKET_IFNAME" in found.advice
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_stopped(monkeypatch, tmp_path):
     (tmp_path / "worker.py").write_text(HANGS.format(mark=f"{tmp_path}/pid"))
     monkeypatch.setattr(check_ranks, "WORKER", tmp_path / "worker.py")
@@ -464,6 +466,7 @@ WRONG_KERNELS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("module", "name", "place", "kernel"), WRONG_KERNELS)
 def test_a_wrong_kernel_fails(module, name, place, kernel, monkeypatch):
     """``place``: number of the wrong result; None: what is written in place."""
@@ -541,6 +544,7 @@ triton_builds.main()
     assert found["check/on a GPU"].status == "skipped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "timeout", "said"),
     [

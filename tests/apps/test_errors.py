@@ -225,6 +225,7 @@ def on_two_ranks(disturb, *more):
     return fork_ranks(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_bug_on_one_rank_is_shown_once_with_its_rank(failing, folder):
     def disturb(rank):
@@ -238,6 +239,7 @@ def test_a_bug_on_one_rank_is_shown_once_with_its_rank(failing, folder):
     assert sum(process.output.count("Traceback") for process in ended) == 1
 
 
+@pytest.mark.slow
 def test_a_bug_on_all_ranks_is_shown_by_the_first(folder):
     def disturb(rank):
         Learner.update = index
@@ -248,6 +250,7 @@ def test_a_bug_on_all_ranks_is_shown_by_the_first(folder):
     assert "Traceback" not in ended[1].output
 
 
+@pytest.mark.slow
 def test_a_bug_before_a_collective_of_the_other_rank_ends_both(folder):
     """Sampling gathers the model, in which rank 0 waits."""
 
@@ -262,6 +265,7 @@ def test_a_bug_before_a_collective_of_the_other_rank_ends_both(folder):
     assert "Traceback" not in ended[0].output
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_one_rank_is_shown_with_its_traceback(folder):
     ended = on_two_ranks(lambda rank: None, "--rewards.x.function=rewards.py:on_rank_1")
     assert [process.status for process in ended] == [2, 2]
@@ -270,6 +274,7 @@ def test_a_reward_that_fails_on_one_rank_is_shown_with_its_traceback(folder):
     assert "error: " not in ended[0].output
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_on_one_rank_is_one_line(folder):
     def fails(*_, **__):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/x.json")
@@ -290,6 +295,7 @@ def test_local_rank_without_a_launcher_hides_nothing(folder, monkeypatch, capsys
     assert "error: nothere is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_mistake_on_two_ranks_is_shown_once(folder):
     for more in ("--optim.lr=-1", "--rewards.x.function=rewards.py:broken"):
         ended = on_two_ranks(lambda rank: None, more)
@@ -297,6 +303,7 @@ def test_a_mistake_on_two_ranks_is_shown_once(folder):
         assert sum(process.output.count("error: ") for process in ended) == 1
 
 
+@pytest.mark.slow
 def test_torchrun_s_entry(folder):
     line = [sys.executable, str(REPOSITORY / "nlgrpo" / "train.py"), *run_of("--optim.lr=-1")[1:]]
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment())

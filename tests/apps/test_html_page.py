@@ -43,6 +43,7 @@ def head(i):
     return f"[...document.querySelectorAll('table.sorts')].at(-1).tHead.rows[0].cells[{i}]"
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1000])
@@ -62,6 +63,7 @@ def test_a_page_opens_without_errors_and_requests(window, report, width, dark):
     assert window.run("document.querySelectorAll('body img').length") == 6  # none comes from a completion
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_click_on_a_heading_sorts_and_a_second_click_reverses(window, report):
     window.open(report)
@@ -87,6 +89,7 @@ def test_a_click_on_a_heading_sorts_and_a_second_click_reverses(window, report):
     assert found == ["bon:2", "bon:4", "bon:8", "bon:16", "mean", ""]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_tables_work_by_keyboard(window, report):
     window.open(report)
@@ -97,6 +100,7 @@ def test_tables_work_by_keyboard(window, report):
     assert window.run(f"document.activeElement === {head(4)}.querySelector('button')")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_table_is_filtered_by_quantity(window, report):
     window.open(report)
@@ -111,6 +115,7 @@ def test_a_table_is_filtered_by_quantity(window, report):
     assert set(column(window, 1)) == {"short", "long", "weighted sum", "length", run_loader.TRAINING_KL}
 
 
+@pytest.mark.slow
 @needs_browser
 def test_tables_are_shown_without_scripts(window, report):
     window.call("Emulation.setScriptExecutionDisabled", value=True)

@@ -227,6 +227,7 @@ def test_the_threshold_is_that_of_the_samples_that_have_a_reward(work):
     assert max(numbers) < 20
 
 
+@pytest.mark.slow
 def test_the_draws_of_rewind_agree_with_the_estimator(work):
     """Mean score over many seeds against `RewindAndRepeat.chosen` on a large sample: four standard errors."""
     found = responder(work, "rewind:0.75:3", reference_samples=64)

@@ -146,6 +146,7 @@ def test_two_ranks_are_as_one(work, whole):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_another_loop_is_refused_and_more_iterations_are_not(work, whole, capsys):
     for changes, said in (
         ({"value__lr": 0.02}, "iro.value.lr: 0.01 -> 0.02"),
@@ -423,6 +424,7 @@ def test_a_loop_that_has_not_ended(work, tmp_path, capsys):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

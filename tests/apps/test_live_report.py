@@ -52,6 +52,7 @@ def get(url, **headers):
         return response.read().decode()
 
 
+@pytest.mark.slow
 def test_the_report_is_rebuilt_when_a_file_changes_and_not_else(tmp_path, serve):
     run = tmp_path / "run"
     live, url = serve(run)
@@ -100,6 +101,7 @@ def test_other_hosts_and_paths_are_refused(tmp_path, serve):
         assert error.value.code == status
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_follows_a_run(tmp_path, serve):
     run = tmp_path / "run"

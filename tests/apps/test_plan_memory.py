@@ -57,6 +57,7 @@ def workload(shape=LLAMA, adapter=None, dtype=torch.float32, prompt=9, world=1, 
     return Workload(cfg, shape, adapter, dtype, "cpu", world, prompt)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("name", SHAPES)
@@ -239,6 +240,7 @@ def on_gpu(adapter=None, world=1, total=0.0, **changes):
     return dataclasses.replace(work, device="cuda", gpu_memory=total)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj")], ids=["all", "some"])
 def test_adapters_are_merged_into_copies_of_the_weights_that_they_adapt(name, targets):

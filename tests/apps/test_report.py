@@ -43,6 +43,7 @@ def test_report_is_one_file_that_loads_nothing(tmp_path, undrawn):
     assert "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.slow
 def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
     run = make_run(tmp_path / "run")
     page = read_page(write_report(run))

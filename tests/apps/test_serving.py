@@ -507,6 +507,7 @@ def test_a_reward_that_fails_is_a_server_error_for_its_request_alone(port):
     assert failed > 3
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_ends_no_server_and_blocks_no_other_request(work, monkeypatch):
     """It holds the interpreter's lock of its own process, for one request."""
     monkeypatch.setattr(batching, "SLOW", 0.5)
@@ -601,6 +602,7 @@ def test_200_requests_at_once_get_their_own_answers(port, responder):
         assert found[i].choices[0].text == expected.text
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses(work):
     with (
         serving(work, "--max-queue", "3", "--max-rows", "4", reward="slow") as (port, _),
@@ -612,6 +614,7 @@ def test_a_full_queue_refuses(work):
         assert post(port, {"prompt": "w1"})[0] == 200
 
 
+@pytest.mark.slow
 def test_requests_in_flight_are_answered_before_the_end(work):
     with serving(work, "--max-rows", "4", reward="slow") as (port, process), ThreadPoolExecutor(6) as pool:
         waiting = [pool.submit(post, port, {"prompt": "w1", "seed": i}) for i in range(6)]
@@ -631,6 +634,7 @@ def test_another_sigterm_at_the_end_does_not_change_the_status(work):
         assert post(port, {"prompt": "w1"})[0] == 200
 
 
+@pytest.mark.slow
 def test_what_still_waits_after_the_grace_is_refused(work):
     """One request runs when the signal comes, five wait."""
     options = ("--max-rows", "4", "--grace", "0")
@@ -643,6 +647,7 @@ def test_what_still_waits_after_the_grace_is_refused(work):
         assert {answer["error"]["message"] for status, answer in answers if status == 503} == {"the server is stopping"}
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_end_is_abandoned(work):
     with serving(work, "--grace", "0", reward="endless", status=1) as (port, process):
         waiting = send(port, {"prompt": "w1"})
@@ -653,6 +658,7 @@ def test_a_batch_that_does_not_end_is_abandoned(work):
     waiting.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_leaves_the_queue(work):
     with serving(work, "--max-rows", "4", reward="slow") as (port, _), ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, port, {"prompt": "w1"})

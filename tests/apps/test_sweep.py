@@ -156,6 +156,7 @@ def test_an_objective_of_all_rewards_gives_way_to_a_rewards_own():
             assert each == {"short": overrides["objective"], "long": "wor:2", "other": overrides["objective"]}
 
 
+@pytest.mark.slow
 def test_lists_switches_functions_and_nothing():
     found = points("length-bon", "--evaluation.ns", "[1,4],[8]", "--data.shuffle", "true,false")
     assert [(c.evaluation.ns, c.data.shuffle) for _, c in found] == [
@@ -263,6 +264,7 @@ def states(folder):
     return {point.name: point.state for point in read_sweep_state(folder)}
 
 
+@pytest.mark.slow
 def test_failed_points_do_not_stop_the_others_and_run_again_when_told_to(fake, tmp_path):
     axis = ("--loss.beta", "1,2,3,4,5")
     status, ran, out = fake(*axis, b1="fail", b2="kill", b3="raise", b5="save")
@@ -289,6 +291,7 @@ def test_failed_points_do_not_stop_the_others_and_run_again_when_told_to(fake, t
     assert fake(*axis, "--retry")[:2] == (0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "full log"])
 def test_a_full_disk_ends_the_sweep_and_the_same_command_goes_on(fake, tmp_path, how):
     axis = ("--loss.beta", "1,2,3")
@@ -301,6 +304,7 @@ def test_a_full_disk_ends_the_sweep_and_the_same_command_goes_on(fake, tmp_path,
     assert fake(*axis)[:2] == (0, ["beta=2", "beta=3"])
 
 
+@pytest.mark.slow
 def test_a_manifest_that_has_no_room(fake, tmp_path, monkeypatch):
     fake("--loss.beta", "1,2", b1="fail")
     before = (tmp_path / "out" / SWEEP_FILE).read_bytes()
@@ -354,12 +358,14 @@ def test_a_run_that_ended_before_its_report_is_not_done(fake, tmp_path):
     assert states(tmp_path / "out") == {"beta=1": "done", "beta=2": "done"}
 
 
+@pytest.mark.slow
 def test_axes_in_another_order_are_the_same_points(fake, tmp_path):
     assert fake("--loss.beta", "1,2", "--seed", "0,1")[1] == [f"beta={b},seed={s}" for b in (1, 2) for s in (0, 1)]
     assert fake("--seed", "2,0", "--loss.beta", "1,2")[1] == ["beta=1,seed=2", "beta=2,seed=2"]
     assert all(list(p.overrides) == ["loss.beta", "train.seed"] for p in read_sweep_state(tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_folders_are_believed_before_the_manifest(fake, tmp_path):
     axis, out = ("--loss.beta", "1,2,3,4"), tmp_path / "out"
     assert fake(*axis, b4="fail")[0] == 1
@@ -389,6 +395,7 @@ def test_what_is_printed(fake):
     assert [table.count(f" {number:.4f} ") for number in numbers] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_sweep_with_its_run(fake, tmp_path):
     def kill():
         while not (tmp_path / "held").exists():
@@ -411,6 +418,7 @@ def test_several_points_run_at_a_time(fake, tmp_path):
     assert fake(*axis, "--retry")[:2] == (0, ["beta=2"])
 
 
+@pytest.mark.slow
 def test_a_signal_ends_all_points_that_run(fake, tmp_path):
     def kill():
         while not (tmp_path / "ran").exists() or len((tmp_path / "ran").read_text().split()) < 2:
@@ -426,6 +434,7 @@ def test_a_signal_ends_all_points_that_run(fake, tmp_path):
     assert states(tmp_path / "out") == {"beta=1": "stopped", "beta=2": "stopped", "beta=3": "waiting"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("word", ["starts", "done"])
 def test_output_that_nobody_reads_ends_the_sweep(fake, tmp_path, monkeypatch, jobs, word):
@@ -444,6 +453,7 @@ def test_output_that_nobody_reads_ends_the_sweep(fake, tmp_path, monkeypatch, jo
     assert "waiting" in states(tmp_path / "out").values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["hold", "deaf"])  # it saves, or has not come to where it would
 def test_a_full_disk_stops_the_other_points_too(fake, tmp_path, other):
     status, _, out = fake("--loss.beta", "1,2,3", "--jobs", "2", b1=other, b2="full")
@@ -512,6 +522,7 @@ print(count, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal exists on Linux only")
 def test_a_run_gets_one_sigterm_when_its_sweep_is_killed():
     starting = [sys.executable, "-c", STARTS, sys.executable, "-c", COUNTS]
@@ -534,6 +545,7 @@ def test_several_ranks_are_started_by_torchrun():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -623,6 +635,7 @@ def test_all_faults_of_all_points_in_one_message(call, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
     assert fake("--loss.beta", "1,2", "--train.steps", "5")[0] == 0
     before = (tmp_path / "out" / SWEEP_FILE).read_bytes()
@@ -640,6 +653,7 @@ def test_another_sweep_in_the_folder_is_refused(fake, tmp_path):
     assert (tmp_path / "out" / SWEEP_FILE).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_killed_before_its_manifest_starts(fake, tmp_path):
     with subprocess.Popen([sys.executable, "-c", CLAIMS, str(tmp_path / "out")], env=environment()) as killed:
         assert killed.wait() == -signal.SIGKILL
@@ -647,6 +661,7 @@ def test_a_sweep_that_was_killed_before_its_manifest_starts(fake, tmp_path):
     assert fake("--loss.beta", "1,2")[:2] == (0, ["beta=1", "beta=2"])
 
 
+@pytest.mark.slow
 def test_folders_that_are_no_sweeps(call, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()

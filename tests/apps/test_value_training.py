@@ -299,6 +299,7 @@ def test_a_value_converges_to_the_expected_reward(work):
     assert explained == pytest.approx(spread(rollouts, False), abs=0.03)
 
 
+@pytest.mark.slow
 def test_one_model_for_the_sum_of_two(work, capsys):
     for out, reward in (("one", "first"), ("two", "even")):
         assert cli.main(arguments(work, out, data__rewards=reward, train__epochs=8)) == 0

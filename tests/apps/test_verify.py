@@ -126,6 +126,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("where", "name", "fault", "check", "claim"), FAULTS, ids=lambda x: getattr(x, "__name__", None)
 )

@@ -247,6 +247,7 @@ def identity_truth(beta, n):
     return theorem_3(F, (mpmath.exp(a) * (a - 1) + 1) / (a * Z) - mpmath.log(Z), n, min(1, 1 / a))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("beta", [0.01, 0.3, 20.0, 5000.0])
 @pytest.mark.parametrize("name", ["identity", "exp:10", "exp:-10", "exp:3"])
 def test_theorem_3_equals_mpmath(name, beta):
@@ -371,6 +372,7 @@ def test_unreachable_kls_are_refused():
             at_kl(Identity(), [kl], 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("n", "kl", "worst"), [(2, 1.0, False), (4, 1.0, False), (4, 0.3, True), (8, 2.0, False)])
 def test_no_other_t_wins_more_than_the_suggested_one(n, kl, worst):
     t = suggest(n, kl, worst=worst)

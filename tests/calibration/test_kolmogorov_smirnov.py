@@ -93,6 +93,7 @@ def test_drifting_samples_are_shuffled():
     assert row.distance < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("M", "exact", "printed"), [(5, 0.0466, 0.0614), (20, 0.0382, 0.0402), (100, 0.0104, 0.0114)])
 def test_nested_samples_have_the_rates_of_table_1_except_for_5_samples(M, exact, printed):
     """Rewards of 5,000 prompts that are pure noise give the rejection rates of vBoN, Table 1, for 20 and 100 of 600."""

@@ -44,6 +44,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("objective", WEIGHTS, ids=str)
 def test_theorem_4_equals_mpmath(objective):
     """For Phi(u) = u, whose F is known, by mpmath's quadrature of the formula in the paper."""
@@ -212,6 +213,7 @@ def fixed(objective, beta):
     return ProcedureFixedPoint(objective, beta)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("beta", [1.0, 0.05])
 @pytest.mark.parametrize("objective", PROCEDURES, ids=str)
 def test_fixed_points_solve_theorem_1(objective, beta):
@@ -230,6 +232,7 @@ def test_fixed_points_solve_theorem_1(objective, beta):
     assert abs(values[-1]) < 1e-15
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("beta", [1e6, 1.0, 0.1, 0.02, 1e-3])
 @pytest.mark.parametrize("objective", [BestOfN(4), WorstOfN(4), BestOfN(32)], ids=str)
 def test_the_fixed_points_of_corollary_2(objective, beta):
@@ -281,6 +284,7 @@ class Grid:
         return maximum(lambda logits: self.value(logits.softmax(0)), start, maxiter=4000, maxfun=8000)[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("objective", "beta"),
     [
@@ -337,6 +341,7 @@ def test_a_kl_that_the_optimum_jumps_over():
         at_kl("fp:distortion:2,0,0,1", [0.7], 4)
 
 
+@pytest.mark.slow
 def test_a_curve_of_a_fixed_point_is_above_all_others():
     for objective in (BestOfPoisson(4.0), Distortion([0, 1, 2])):
         own, *others = (

@@ -51,6 +51,7 @@ def test_the_last_one_counts_and_the_note_says_so(capsys):
     assert captured.err.startswith("note: --samples is given twice; only the last one counts\n")
 
 
+@pytest.mark.slow
 def test_torchrun_s_entry_says_so_too():
     given = ["--train.steps", "1", "--train.steps", "2", "--loss.beta", "-1"]
     line = [sys.executable, "nlgrpo/train.py", "length-bon", *given]

@@ -580,6 +580,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_reward_of_weight_0_is_logged_and_not_optimised(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
@@ -626,7 +627,7 @@ option = st.tuples(st.sampled_from(KEYS + REWARD_KEYS), st.lists(word, max_size=
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(option, min_size=1, max_size=3), st.booleans())
 def test_random_arguments_end_in_a_plan_or_a_message(capsys, options, equals):

@@ -168,6 +168,7 @@ def change(draw, value):
     return draw(st.sampled_from([None, -1, 0, True, 2**63, 1e308, "x", "\ud800", [], {}, [[]], {"a": {}}]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
 @settings(fuzzed, max_examples=40)
 @given(data=st.data())

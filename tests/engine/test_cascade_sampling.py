@@ -72,6 +72,7 @@ def by_hand(model, prompt, how, sampling, seed, index):
             return accepted, reward, tokens, asked
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -113,6 +114,7 @@ def test_a_goal_that_all_reach_gives_samples_of_the_model(model):
         assert one.logprobs == pytest.approx(logprobs[: len(one.tokens)].tolist(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_segment_has_the_distribution_of_rejection_sampling(tmp_path):
     """Segments of one token and many tries: p(token) min(1, exp((r - tau) / beta)), normalized (chi-square test)."""
     random_model("gpt2").save_pretrained(tmp_path)

@@ -134,6 +134,7 @@ ROLLOUTS = {  # what takes most of the memory
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_a_rollout_allocates_at_most_what_is_counted(name, tmp_path, plain):
     """Its peak in float32, with the attention and the sampler in plain PyTorch: no more, and not much less.

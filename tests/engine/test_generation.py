@@ -75,6 +75,7 @@ def test_a_prompt_is_cached_once_and_columns_grow_for_unfinished_rows(model, mon
     assert out.finished.any()
 
 
+@pytest.mark.sampled(4)
 def test_samples_do_not_depend_on_the_batch(model):
     model = model.double()
     sampling = Sampling(max_new_tokens=24, stop_ids=(20, 21, 22))

@@ -82,6 +82,7 @@ def by_hand(policy, valued, prompt, how, sampling, seed, index):
         beams = best_by_brute_force(candidates, values, how)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("diverse", [True, False])
 def test_the_search_follows_the_paper(family, diverse, tmp_path):
     policy, other = policy_of(family, tmp_path), "llama" if family == "gpt2" else "gpt2"
@@ -102,6 +103,7 @@ def test_the_search_follows_the_paper(family, diverse, tmp_path):
     assert (cost.tokens, cost.queries) == (tokens, queries)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_earlier_values_in_a_softmax(temperature, tmp_path, one_thread):
     """SPI, Eq. 14, where finished beams stay among the candidates; it changes the search, but not for one value."""
@@ -130,6 +132,7 @@ def test_earlier_values_in_a_softmax(temperature, tmp_path, one_thread):
         assert one == plain
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stops", [(), tuple(range(20, 34))])
 def test_an_implicit_reward_is_the_difference_of_log_probs(family, stops, tmp_path, one_thread):
     """Values of complete candidates, and of every choice, against transformers' log-probs of whole texts."""
@@ -255,6 +258,7 @@ def test_a_search_whose_first_token_is_a_stop_id(tmp_path):
     assert (cost.tokens, cost.queries) == (12, 0)
 
 
+@pytest.mark.slow
 def test_beams_are_sampled_with_probabilities_of_their_values(tmp_path):
     """One beam of two candidates, which their first tokens identify: probability e^(V1/T) / (e^(V0/T) + e^(V1/T))."""
     policy, n = policy_of("llama", tmp_path), 4000

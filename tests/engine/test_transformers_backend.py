@@ -208,6 +208,7 @@ def test_limits_of_context_and_vocabulary(work):
             ours.generate(RolloutRequest(ids, 1, Sampling(max_new_tokens=64)))
 
 
+@pytest.mark.sampled(2)
 def test_the_commands(work, capsys):
     note = f"; transformers runs it, which is slower (unknown architecture {work.name.rstrip('0')!r}"
     arguments = ["w1 w2", f"--model={work / 'policy'}", f"--guide={work / 'value'}", "--max-new-tokens=6", "--chunk=2"]

@@ -140,6 +140,7 @@ def test_a_server_that_was_restarted_gets_the_weights_again(server, model, tmp_p
     assert server.version == engine.names[-1]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_restarted_while_it_samples_is_waited_for(server, model, tmp_path, capsys):
     change(model)
     server.delay = 0.2
@@ -201,6 +202,7 @@ def test_a_completion_may_continue_with_newer_weights(server, model, tmp_path):
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -348,6 +350,7 @@ def test_a_server_that_never_answers_is_an_error_after_the_timeout(model, tmp_pa
     assert 0.4 < time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_given_up_and_another_one_samples(model, tmp_path, capsys):
     with FakeVLLM(SOURCE, delay=30.0) as stuck, FakeVLLM(SOURCE) as works:
         stuck.delay = 0.0

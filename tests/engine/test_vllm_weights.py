@@ -95,6 +95,7 @@ def two_ranks(rank, folder, urls):
     engine.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_give_their_adapters_to_two_servers(tmp_path):
     with FakeVLLM(SOURCE, enable_lora=True) as one, FakeVLLM(SOURCE, enable_lora=True) as other:
         run_ranks(two_ranks, tmp_path, [one.url, other.url])

@@ -74,6 +74,7 @@ def assert_covered(cases):
     assert all(0.93 <= share <= 0.97 for share in found.values()), found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", NOISE)
 def test_values(shape):
     r = rewards(shape)
@@ -86,6 +87,7 @@ def test_values(shape):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("objective", ["soft:1.0", "cvar:0.25", "bop:4.0", "erm:1.0"])
 def test_plug_in_values_have_intervals_for_what_they_estimate(objective):
     """Which is their own mean at this number of samples: an interval over prompts does not know of a bias."""
@@ -93,6 +95,7 @@ def test_plug_in_values_have_intervals_for_what_they_estimate(objective):
     assert_covered({objective: (values, values.mean().item())})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ease", EASE)
 def test_right_and_wrong(ease):
     right, other = right_or_wrong(ease), right_or_wrong("right or wrong", seed=5)
@@ -109,6 +112,7 @@ def test_right_and_wrong(ease):
     assert_covered(cases)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shift", "worst"), [(0.5, False), (1.5, False), (0.5, True)])
 def test_win_rates(shift, worst):
     level = drawn("normal", TRIALS * PROMPTS, 1, seed=7)
@@ -134,6 +138,7 @@ def test_kl_to_the_reference():
     assert_covered({kind: (values, 0.5) for kind, values in estimates.items()})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", NOISE)
 def test_paired_differences_and_their_p_values(shape):
     """Two models with the prompts' levels in common: of no difference, 5% of the p-values are below 5%."""

@@ -129,6 +129,7 @@ def run(device, folder, name):
 SELECTED = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in COMMANDS]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SELECTED)
 def test_a_command_runs_on_the_device(name, work, request, no_figures):
     if "reference" in COMMANDS[name]:

@@ -61,7 +61,7 @@ def per_token(device, family, adapter=None):
     of_depth = {}
     for layers in (1, 2):
         model = build(family, layers, adapter).to("cuda:0")
-        of_depth[layers] = decoded(device, model, 9) - decoded(device, model, 8)
+        of_depth[layers] = decoded(device, model, 3) - decoded(device, model, 2)
     layer = of_depth[2] - of_depth[1]
     return layer, of_depth[1] - layer
 

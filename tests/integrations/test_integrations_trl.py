@@ -326,6 +326,7 @@ def test_groups_on_two_ranks(ranks):
     close(torch.cat([rank["advantages"] for rank in ranks]).double(), truth)
 
 
+@pytest.mark.slow
 def test_metrics_and_refusals_on_two_ranks(ranks):
     for rank in ranks:
         assert rank["metrics"]["rewards/accuracy/mean"] == pytest.approx(sum(ACCURACY) / len(ACCURACY))

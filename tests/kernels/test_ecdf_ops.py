@@ -107,6 +107,7 @@ def test_ranks(dtype, data, side, double, weighted):
         assert_cdf(ours, truth, result, weighted)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data(), side=st.sampled_from(SIDES), double=st.booleans(), weighted=st.booleans())
@@ -246,6 +247,7 @@ def by_searchsorted(x, q, side):
     return torch.from_numpy(count / (parts * x.shape[0]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ranks_of_large_rows(impl, kind, dtype):
@@ -328,6 +330,7 @@ def test_argsort_of_large_rows(impl, kind, dtype):
         assert torch.equal(ecdf.sort(x), x[ours]), M
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_cdf_at_many_queries(impl, kind, dtype):
@@ -379,6 +382,7 @@ def test_merge_of_large_rows(impl):
         assert torch.equal(ecdf.merge(a, b, impl=impl), torch.cat((a, b)).sort().values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", ["continuous", "tied", "clustered"])
 def test_the_number_of_threads_does_not_change_a_bit(impl, kind):

@@ -72,6 +72,7 @@ NARROW = [("ppo", 1.0, "k1"), ("ppo", 0.7, "k2"), ("ppo", 1.0, "k3")]
 NARROW += [("cispo", 0.7, "k3_iw"), ("reinforce", 0.7, "none")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("surrogate", "temperature", "kind"), SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_loss_and_gradients(impl, device, small_blocks, kind, dtype, surrogate, temperature):

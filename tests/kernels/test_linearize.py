@@ -46,6 +46,7 @@ def groups(P, M, device, dtype=torch.float32, seed=0):
     return rewards.to(device), weights.to(device)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("P", "M"),
     [(3, 1), (5, 2), (130, 3), (7, 8), (1, 33), (3, 100), pytest.param(1, 1000, marks=pytest.mark.slow)],
@@ -62,6 +63,7 @@ def test_equals_the_sum_of_the_gaps_above(device, impl, dtype, P, M):
         assert values[row.index(max(row))] == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("P", "M", "chunk"),
     [
@@ -139,6 +141,7 @@ def test_any_strides_no_groups_and_narrow_dtypes(device, impl, dtype):
     )
 
 
+@pytest.mark.sampled(4)
 def test_gradients_and_opcheck(device, impl, dtype):
     inputs = [x.requires_grad_() for x in groups(5, 7, device, dtype)]
     upstream = torch.randn(7, 5, device=device, dtype=dtype).T
@@ -161,6 +164,7 @@ def test_few_compilations_serve_all_sizes(device, impl):
     assert counter.frame_count <= 2  # of fixed sizes first
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("M", [6, 70])
 @pytest.mark.usefixtures("chunks_of_64")
 def test_in_a_compiled_graph_nan_is_last_and_affects_only_its_group(device, impl, dtype, M):

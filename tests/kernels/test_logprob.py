@@ -246,6 +246,7 @@ def test_opcheck(op):
     torch.library.opcheck(getattr(torch.ops.nlgrpo, f"{op}_logprob").default, (*inputs, targets, *args))
 
 
+@pytest.mark.slow
 def test_few_compilations_serve_all_lengths_and_temperatures(impl):
     counter = CompileCounterWithBackend("aot_eager")
 

@@ -69,6 +69,7 @@ def test_sequences_attend_to_their_prefix_and_themselves(segments, window, impl)
     assert_equals_truth(segments, window, impl, tolerance, dtype)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("window", [None, 7, 64, 150])
 @pytest.mark.parametrize(

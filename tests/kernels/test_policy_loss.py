@@ -333,6 +333,7 @@ def test_second_derivatives_are_refused(device):
         torch.autograd.grad(grad.sum(), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_few_compilations_serve_every_length_and_number(surrogate):
     counter = CompileCounterWithBackend("aot_eager")
@@ -355,6 +356,7 @@ def test_few_compilations_serve_every_length_and_number(surrogate):
     assert counter.frame_count <= 2  # the first one is for a fixed length
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize(("with_ref", "own_ratio"), [(False, False), (True, True)])
 def test_opcheck(surrogate, with_ref, own_ratio):

@@ -249,6 +249,7 @@ def test_linearize_refuses(rewards, weights, message):
         kernels.linearize(rewards, weights)
 
 
+@pytest.mark.slow
 def test_every_op_compiles_into_one_graph():
     """aot_eager traces forward and backward as inductor would; ``fullgraph`` makes a graph break an error."""
     hidden, weight, targets, bias = head(6, 4, 11, torch.float64)

@@ -96,6 +96,7 @@ if len(sys.argv) == 1:  # a process of this process finds the same
 """
 
 
+@pytest.mark.slow
 def test_the_tree_is_imported_without_an_installation_and_wheels_come_last(tmp_path):
     copy = tmp_path / "tree"
     for name in ("nlgrpo", "kernels", "scripts/gpu_kit"):

@@ -69,6 +69,7 @@ def test_a_step_without_failures_ends_with_0(tmp_path):
     assert runner(path, {"good": GOOD, "skips": SKIPS}).run(steps("good", "skips")) == 0
 
 
+@pytest.mark.slow
 def test_a_step_is_stopped_at_its_limit_with_all_its_processes_and_keeps_its_values(tmp_path):
     path = tmp_path / "result.json"
     begin = time.perf_counter()
@@ -222,6 +223,7 @@ def test_what_cannot_run_is_one_line(arguments, message, monkeypatch, capsys):
     assert not shown.out
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_script_says_so():
     done = gpu("check")
     assert done.returncode == 2

@@ -21,6 +21,7 @@ def test_error(broken): pass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_passed_failed_and_skipped_tests_are_counted_and_failures_named(tmp_path, workers):
     (tmp_path / "test_cases.py").write_text(CASES)

@@ -150,6 +150,7 @@ def test_metrics(folders, sampled):
 # --- the update -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("correction", ["tis:1.05", "mis:0.9:1.1", "tis:inf"])
 @pytest.mark.parametrize("correction_level", ["token", "sequence"])
 @pytest.mark.parametrize("case", ["token", "sequence", "cispo", "no reference"])

@@ -235,6 +235,7 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path):
         decoder.load(tmp_path)(torch.arange(6), [2, 3])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [0, 3], ids=["full", "lora"])
 @pytest.mark.parametrize("case", ["llama-tied-bias", "mistral-window", "qwen3", "neox", "gpt2-scales"])

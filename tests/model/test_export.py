@@ -111,6 +111,7 @@ def on_mesh(rank, root):
     check_each_full(model, truth, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES)
 def test_shards_that_are_read_make_the_model_of_one_rank(work, case):
     truth = full_tensors(decoder.load(work / case))
@@ -123,6 +124,7 @@ def test_shards_that_are_read_make_the_model_of_one_rank(work, case):
                 assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_sharded(work):
     begun, begun_trained = reward_model.load_reward_model(str(work / "llama"), seed=5)
     saved, trained = reward_model.load_reward_model(str(work / CHECKPOINT), seed=3)
@@ -134,6 +136,7 @@ def test_a_checkpoint_is_read_sharded(work):
             assert torch.equal(found[name], value.double())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_in_another_dtype(work):
     exact, _ = reward_model.load_reward_model(str(work / CHECKPOINT))
     rounded, _ = reward_model.load_reward_model(str(work / CHECKPOINT), dtype=torch.bfloat16)
@@ -141,6 +144,7 @@ def test_a_checkpoint_is_read_in_another_dtype(work):
         assert torch.equal(ours, truth.bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_transformers_reads_the_same_tensors_from_any_number_of_ranks(work, case, dtype, tmp_path):
@@ -159,6 +163,7 @@ def test_transformers_reads_the_same_tensors_from_any_number_of_ranks(work, case
     assert (head in stored) == (not theirs.config.tie_word_embeddings)  # tied weights are stored once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES, CHECKPOINT])
 def test_transformers_reads_the_same_classifier_from_any_number_of_ranks(work, name, tmp_path):
     ours, _ = reward_model.load_reward_model(str(work / name), seed=3)

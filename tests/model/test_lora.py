@@ -72,6 +72,7 @@ def base(tmp_path):
 # --- PEFT loads ours ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_ours_with_the_same_logits(case, base, tmp_path):
     theirs, folder = base(case)
@@ -271,6 +272,7 @@ def on_rank(rank, folder, compute):
         torch.save((gradients, own), folder / f"found-{compute}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_two_ranks_equal_one(compute, base, tmp_path):
     _, folder = base("qwen2")

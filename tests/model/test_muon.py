@@ -209,6 +209,7 @@ def on_rank(rank, folder, world):
         torch.save(steps(again, other, ranks, range(2, 4)), folder / f"{saved}-loaded-{world}-{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])  # with three ranks, shards have different numbers of rows
 def test_ranks_equal_one_and_resume_bit_for_bit(tmp_path, world):
     on_rank(0, tmp_path, 1)

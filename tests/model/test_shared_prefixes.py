@@ -82,6 +82,7 @@ def compare(seed, max_tokens, dtype=torch.float64, tolerance=1e-11):
 SINGLE = {"dtype": torch.float32, "tolerance": 3e-5}  # runs the compiled attention
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", [{}, SINGLE], ids=["float64", "float32"])
 @pytest.mark.parametrize("seed", range(CONFIGURATIONS))
 def test_random_configurations(seed, precision):
@@ -219,6 +220,7 @@ def _on_a_rank(rank, case, expected, gradients):
     assert_close([2 * share.full_tensor() for share in shares.values()], list(gradients.values()))  # FSDP averages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mistral-window", "gpt2"])
 def test_two_ranks(case):
     prompts, completions = groups(4)

@@ -40,6 +40,7 @@ def integral(f, points):
     return sum(quad(f, a, b, epsabs=1e-13, epsrel=1e-12, limit=200)[0] for a, b in itertools.pairwise(points))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bandwidth", ["silverman", 0.05, 3.0])
 @pytest.mark.parametrize("name", F)
 def test_values_equal_quadrature(name, bandwidth):

@@ -202,6 +202,7 @@ def test_python_blocks_run(page, workspace):
         exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
 
 
+@pytest.mark.sampled(5)
 @pages("bash")
 def test_commands_run(page, workspace, capsys):
     for block in of_language(page, "bash"):

@@ -93,6 +93,7 @@ def test_a_reward_with_a_secret_is_refused():
     assert "hunter2" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_secrets_of_the_environment_are_in_no_file_of_a_run(work, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "Ab3" * 14)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "Ab3" * 11)

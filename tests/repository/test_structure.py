@@ -173,6 +173,7 @@ def test_the_trainer_imports_what_most_runs_use():
     assert sum(len(FILES[name].read_text("utf-8").splitlines()) for name in loaded) <= 18_000
 
 
+@pytest.mark.slow
 def test_one_step_loads_at_most_150_modules(tmp_path):
     run = f"""
 from nlgrpo import train

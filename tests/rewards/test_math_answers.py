@@ -67,6 +67,7 @@ def test_through_the_path_of_a_training_step_with_logs_and_votes():
     assert found.metrics["math/timeouts"] == [0.0]
 
 
+@pytest.mark.slow
 def test_an_expression_that_never_ends_counts_as_wrong_and_the_next_one_works():
     reward, logged = Math(workers=1, seconds=0.5), {}
     values = reward(
@@ -100,6 +101,7 @@ def script(tmp_path):
     return tmp_path / "echo.py"
 
 
+@pytest.mark.slow
 def test_answers_are_in_the_order_of_the_questions_and_faulty_processes_are_replaced(script):
     workers = Workers(script, count=2, seconds=2.0)
     answers = workers.ask(["a", "hang", "b", "end", "c", "nonsense", "x" * 200_000])
@@ -115,6 +117,7 @@ def test_a_process_that_does_not_start(tmp_path):
         Worker(tmp_path / "broken.py").ask("a", 1.0)
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_the_trainer_is_killed():
     code = f"""
 from pathlib import Path

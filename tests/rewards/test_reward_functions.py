@@ -425,6 +425,7 @@ def test_ctrl_c_is_not_an_error_of_the_reward():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sync", "async", "blocking async"])
 def test_a_reward_that_hangs_times_out(kind):
     release, cancelled = threading.Event(), threading.Event()

@@ -106,6 +106,7 @@ def test_an_error_keeps_its_type_text_and_traceback():
     assert reward.function.idle[0].process.pid == pid  # an error ends no process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hangs_in_c", "swallows"])
 def test_over_the_limit_its_process_is_ended_and_started_again(name):
     reward = own(name, timeout=0.5, on_error="skip")
@@ -209,6 +210,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_the_trainer_also_while_it_hangs(tmp_path, number):
     """The function of a script, and a process that holds its interpreter's lock when the trainer is killed."""

@@ -161,6 +161,7 @@ HANGING = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("function", HANGING, ids=lambda function: function.__name__)
 def test_a_reward_over_its_limit_is_interrupted(function):
     before = signal.getsignal(terminator.INTERRUPT)
@@ -207,6 +208,7 @@ def test_a_forked_process_has_limits_of_its_own():
     assert scored(sleeps, timeout=0.2, on_error="skip").skipped.all()
 
 
+@pytest.mark.slow
 def test_the_time_in_which_the_process_is_stopped_does_not_count():
     child = os.fork()
     if child == 0:

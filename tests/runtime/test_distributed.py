@@ -495,6 +495,7 @@ def assert_equal(ours: Rollout, theirs: Rollout) -> None:
     assert torch.equal(ours.logprobs, theirs.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_BLOCK)
 def test_samples_by_block_are_those_of_the_gathered_model(root, ranks_by_block, name):
     case = BY_BLOCK[name]
@@ -511,6 +512,7 @@ def test_samples_by_block_are_those_of_the_gathered_model(root, ranks_by_block, 
     assert len({len(rank["gathered"]) for rank in found}) > 1  # passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_BLOCK)
 def test_at_most_two_blocks_are_gathered_and_then_none(ranks_by_block, name):
     for rank in (found[name] for found in ranks_by_block):
@@ -519,6 +521,7 @@ def test_at_most_two_blocks_are_gathered_and_then_none(ranks_by_block, name):
         assert rank["sharded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_BLOCK)
 def test_training_after_sampling_by_block(root, ranks_by_block, name):
     truth, parameters, _ = updated(root, BY_BLOCK[name], Ranks(0, 1, CPU))
@@ -526,12 +529,14 @@ def test_training_after_sampling_by_block(root, ranks_by_block, name):
         assert_same(found[name]["update"], truth, parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks_by_block", [2], indirect=True)
 def test_searches_by_block_are_those_of_the_gathered_model(ranks_by_block):
     for whole, block in (rank["searched"] for rank in ranks_by_block):
         assert repr(block) == repr(whole)  # some values are NaN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks_by_block", [2], indirect=True)
 def test_a_rank_that_fails_in_a_pass_by_block_ends_all_ranks(ranks_by_block):
     expected = [f"rank {rank} has failed" for rank in (0, 0, 1, 1)]
@@ -548,6 +553,7 @@ def work_mixed(rank: int, root, world: int) -> None:
     assert_equal(sampled(model, part, 3, by_block=True), sampled(model, part, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_samples_by_block_in_bfloat16(root, world):
     """One rank gathers as well: it casts its float32 parameters."""

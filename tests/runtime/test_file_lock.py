@@ -117,6 +117,7 @@ def test_an_owner_on_another_machine_that_has_ended(path, capsys):
     lock.release()
 
 
+@pytest.mark.slow
 def test_two_processes_that_find_a_dead_owner(path):
     """One gets the lock."""
     elsewhere(path)

@@ -67,6 +67,7 @@ def test_the_first_signal_lets_the_work_finish(number):
     assert errors == f"{number.name}: saving and stopping within 20 s; a second signal stops at once\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [IGNORES, HOLDS_THE_LOCK, HOLDS_IT_IN_A_THREAD], ids=["ignores", "lock", "thread"])
 def test_after_the_grace_period_it_is_ended_with_its_stacks(work):
     with running(work, grace=0.5) as process:
@@ -122,6 +123,7 @@ def test_the_helper_ends_with_the_process():
         assert end(process)[3] < 2
 
 
+@pytest.mark.slow
 def test_signals_of_forked_processes_are_their_own():
     work = (
         "pid = os.fork()\n"

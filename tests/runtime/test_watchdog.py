@@ -79,10 +79,12 @@ def soon(monkeypatch):
     phases.enter("update", 7)
 
 
+@pytest.mark.slow
 def test_ranks_that_make_progress_are_left_alone():
     assert run(busy, busy, busy) == {}
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_works_is_left_alone():
     assert run(lambda done: done.wait(1.0), busy) == {}
 
@@ -102,6 +104,7 @@ def test_the_rank_that_hangs_is_named_first_and_all_end():
     assert "in all_reduce" in ended[0]
 
 
+@pytest.mark.slow
 def test_a_phase_with_a_longer_limit():
     limits = TimeLimits(0.6, {"rewards": 60.0})
     work = [lambda done: done.wait(1.5)] * 2
@@ -130,6 +133,7 @@ class Silent:
         return self.store.multi_get(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "why"), [("T", "stopped by a signal"), ("D", "waiting for a disk"), ("Z", "dead")])
 def test_a_silent_rank_that_cannot_run_is_named_soon(monkeypatch, state, why):
     monkeypatch.setattr(watchdog, "_state", lambda report: state)
@@ -142,6 +146,7 @@ def test_a_silent_rank_that_cannot_run_is_named_soon(monkeypatch, state, why):
     assert ended[2] is None
 
 
+@pytest.mark.slow
 def test_a_silent_rank_that_can_run_has_the_time_of_the_longest_phase(monkeypatch):
     monkeypatch.setattr(watchdog, "_state", lambda report: "R")
     begun = time.monotonic()
@@ -151,11 +156,13 @@ def test_a_silent_rank_that_can_run_has_the_time_of_the_longest_phase(monkeypatc
     assert "silent for 1 s" in ended[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_finished_is_not_missed():
     assert run(lambda done: None, busy) == {}
     assert run(lambda done: busy(done, 0.5), lambda done: done.wait(1.5)) == {}  # nobody waits for the one that hangs
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts():
     store = dist.PrefixStore("other", dist.HashStore())
     ended = {}
@@ -221,11 +228,13 @@ assert gc.isenabled()
 """
 
 
+@pytest.mark.slow
 def test_stacks_are_read_while_threads_start_and_garbage_is_collected():
     """CPython 3.11 deadlocks without the protection."""
     subprocess.run([sys.executable, "-c", READS], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_rank_ends_though_its_message_cannot_be_printed():
     code = """
 import os, threading

@@ -224,6 +224,7 @@ def test_sums_are_over_the_rewards_that_apply_to_a_prompt():
 # --- steps without any reward -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "why"),
     [

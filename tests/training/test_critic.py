@@ -196,6 +196,7 @@ def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("trunk", "algorithm"), [("own", "adamw"), ("shared", "adamw"), ("own", "muon")])
 def test_a_run_resumes_bit_for_bit(root, prompts, tmp_path, trunk, algorithm):
     more = ("--critic.trunk", trunk, "--critic.warmup_steps", "2", "--loss.epochs", "2", "--loss.kl_in", "reward")

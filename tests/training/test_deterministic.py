@@ -61,6 +61,7 @@ def untimed(folder):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "step_time", "perf/"))} for line in lines]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_on_a_cpu_no_digit_changes(work, tmp_path, algorithm):
     plain, exact = tmp_path / "plain", tmp_path / "exact"

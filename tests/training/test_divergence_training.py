@@ -49,6 +49,7 @@ def options(work, out, **more):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "text"),
     [

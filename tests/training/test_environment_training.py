@@ -94,6 +94,7 @@ def test_rewards_are_those_of_the_environment(work):
     assert digests["environment"] == digest_of(Path(verifiers_environments.__file__))
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_identical_results(work):
     kill = Job(run_of(work, "killed"), "nlgrpo.train:PolicyTrainer.online_step", 4)
     ended = run_all([Job(run_of(work, "whole")), kill, Job(run_of(work, "killed"))])
@@ -124,6 +125,7 @@ def test_two_ranks_are_one(work, gather):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -111,6 +111,7 @@ def assert_metrics(ours, truth):
 # --- the loss and its gradient ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_one_step_is_that_of_plain_pytorch_for_any_micro_batch_size(folders, rollout, normalization, level):
@@ -127,6 +128,7 @@ def test_one_step_is_that_of_plain_pytorch_for_any_micro_batch_size(folders, rol
         assert_near(by_name(learner, learner.optimizer.gradients[0]), gradients[0])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_two_epochs_of_two_minibatches_are_those_of_plain_pytorch(folders, rollout, case, tmp_path):
     root, theirs = folders
@@ -229,6 +231,7 @@ def without(rollout, dropped):
     return Rollout(prompts, *(x[kept] for x in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.finished)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

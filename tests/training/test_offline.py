@@ -285,6 +285,7 @@ def test_the_automatic_alpha_makes_both_terms_of_bonbon_equal(root, rollouts):
     assert run_of(root, loss__algorithm="bonbon", offline__n=4).samples.config.alpha == 0.005
 
 
+@pytest.mark.slow
 def test_bond_leads_towards_the_best_of_n(root, rollouts, tmp_path, capsys):
     """Both directions of the KL to best-of-4 fall; the plan shows both terms."""
     target = best_of(of_the_rollouts(rollouts), 4)
@@ -310,6 +311,7 @@ def test_bond_leads_towards_the_best_of_n(root, rollouts, tmp_path, capsys):
     assert backward < 0.3 * backward_before
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one(root, rollouts, tmp_path):
     """BOND's two terms under majority voting, with minibatches: the same gradients up to the rounding of float32."""
     found = {}

@@ -53,6 +53,7 @@ def test_a_run_that_ends_before_the_last_step_writes_its_profile(folder):
     assert phases_in(folder)["update"] == 2
 
 
+@pytest.mark.slow
 def test_a_profile_changes_no_digit_and_may_come_when_a_run_resumes(folder):
     assert train.main(run_of("--train.steps=2")) == 0
     assert not (folder / "run" / "profile").exists()

@@ -377,6 +377,7 @@ def best_of(p, n):
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_vbon_leads_to_the_best_of_n_of_the_reference(root, tmp_path, algorithm):
     """KL(pi | pi_bon), which Eq. 5 minimises, falls to a tenth; plain training on the reward does not reduce it so."""

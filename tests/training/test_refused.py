@@ -252,6 +252,7 @@ def test_weights_that_were_never_finite(folder, capsys):
     assert "embed.weight has NaN or infinite values in model, before any training" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_ends_all_with_its_message(folder, monkeypatch):
     def fails(self, model, batch, draw=Sampler.draw):
         rollout = draw(self, model, batch)
@@ -267,6 +268,7 @@ def test_a_failure_on_one_rank_ends_all_with_its_message(folder, monkeypatch):
     assert "Connection closed" not in output
 
 
+@pytest.mark.slow
 def test_the_end_of_another_rank_is_one_line(folder, monkeypatch):
     def ends(self, model, batch, draw=Sampler.draw):
         if os.environ["RANK"] == "1":
@@ -280,6 +282,7 @@ def test_the_end_of_another_rank_is_one_line(folder, monkeypatch):
     assert "Traceback" not in first.output
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_pass_by_block_ends_all_ranks_with_its_message(folder, monkeypatch):
     def fails(self, *arguments, layer, run_block=KVCache.run_block, **options):
         if os.environ["RANK"] == "1" and layer == 1:

@@ -91,6 +91,7 @@ CHANGES = {
 KINDS = {"a column": "data", "held out": "data", "objective": "rewards", "imported by the rewards": "rewards"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_input_is_refused_by_name_and_allowed_by_name(name, work, capsys):
     kind = KINDS.get(name, name)
@@ -203,6 +204,7 @@ def test_weights_that_are_removed_while_a_run_trains(work):
     assert json.loads((work / "run" / "model" / "nlgrpo.json").read_text())["base_digest"] == digest
 
 
+@pytest.mark.slow
 def test_a_stream_has_no_digest_and_says_so(work, capsys):
     more = ("--data.streaming",)
     assert train.main(arguments(work, *more)) == 0

@@ -53,6 +53,7 @@ def logged(work, out):
     return [json.loads(line) for line in (work / out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [False, True])
 def test_a_reward_with_an_alarm_has_its_values(work, process):
     out = f"alarm {process}"
@@ -62,6 +63,7 @@ def test_a_reward_with_an_alarm_has_its_values(work, process):
         assert line["reward"] == pytest.approx(line["completions/mean_length"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [False, True])
 def test_a_reward_that_hangs_is_skipped_and_the_run_goes_on(work, process, capsys):
     out = f"hangs {process}"
@@ -73,6 +75,7 @@ def test_a_reward_that_hangs_is_skipped_and_the_run_goes_on(work, process, capsy
     assert [line["rewards/dropped_groups"] for line in logged(work, out)] == [0, 4, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_reward_has_stopped_resumes_in_a_process(work, capsys):
     changes = {"rewards__hangs__timeout": 1, "train__steps": 3}
     assert train.main(arguments(work, "resumed", {"hangs": "hangs"}, **changes)) == 2

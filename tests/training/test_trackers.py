@@ -178,6 +178,7 @@ def wandb():
     found.teardown()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warnings")
 def test_wandb_offline(wandb, tmp_path, monkeypatch):
     """What would be uploaded: the records of both offline runs, which have one id."""
@@ -327,6 +328,7 @@ EVALUATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warnings", "one_thread", "no_figures")
 def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")

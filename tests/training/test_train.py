@@ -410,6 +410,7 @@ def unfailing(work):
     return work / "unfailing"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
@@ -696,6 +697,7 @@ def wait_for_steps(folder: Path, steps: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_micro_batches_do_not_change_the_curve(work, load):
     for micro in (16384, 1, 40):
@@ -741,6 +743,7 @@ def test_two_ranks_with_the_kl_in_the_reward_equal_one(work):
     assert ours == truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True])
 def test_sampling_by_block_does_not_change_a_run(work, monkeypatch, adapters):
     """Bit for bit, with an evaluation and with a reward that is calibrated on samples of the reference."""
