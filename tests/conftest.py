@@ -76,7 +76,7 @@ LONGEST = [
     "linear_policy_loss", "logprob", "ecdf_ops", "train", "policy_loss", "rollout_command", "linearize", "distributed",
     "sweep", "schema", "offline", "alignment", "value_training", "critic", "intervals", "decode_command", "evaluate",
     "html_page", "verify", "report", "reference_rewards", "iro", "learner", "curves", "transformers_backend",
-    "doctor_checks", "gpu_update", "gpu_search", "gpu_generation", "gpu_runs", "fake_configurations", "fake_update",
+    "vllm_servers", "procedures", "doctor_checks", "gpu_update", "gpu_search", "gpu_generation", "gpu_runs", "fake_configurations", "fake_update",
     "fake_decoding", "rollouts_ahead", "serving", "decoding_memory", "reward_processes",
 ]  # fmt: skip
 

@@ -139,6 +139,7 @@ def test_best_of_n_equals_the_engine_and_searches_equal_the_search(work):
     assert found["bon", 4]["value_bytes"] == 0 < found["bon", 4]["cache_bytes"] < found["iro", 4]["cache_bytes"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("weight", "choose"), [(-3.0, "reward"), (-0.5, "reward"), (-3.0, "value"), (0.0, "reward")])
 def test_args_is_a_loop_over_the_likeliest_tokens(work, weight, choose):
     """Khanov et al. 2024, Eq. 4, "greedy": of the N likeliest next tokens the one with the largest log p + w r."""

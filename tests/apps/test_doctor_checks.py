@@ -448,6 +448,7 @@ SLOW = {"linearize chunks", "linearize chunks float64"}  # in Triton's interpret
 EACH = [pytest.param(x, id=x.name, marks=[pytest.mark.slow] * (x.name in SLOW)) for x in check_kernels.KERNELS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", EACH)
 def test_kernels_are_compared_in_the_interpreter(kernel, monkeypatch):
     pytest.importorskip("triton")
@@ -666,6 +667,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_step_fails(fault, monkeypatch):
     name, spoil = FAULTS[fault]

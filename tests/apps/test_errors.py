@@ -60,6 +60,7 @@ def run_of(*more):
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -164,6 +165,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "bug", "says"), BUGS)
 def test_a_bug_shows_its_traceback(place, bug, says, folder, monkeypatch, capsys):
     monkeypatch.setattr(place, bug)

@@ -80,6 +80,7 @@ def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
     assert "weighted sum" in {row[1] for row in every}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spoil", "message", "pictures"),
     [

@@ -129,6 +129,7 @@ def test_two_ranks_give_the_curve_of_one(work):
             assert_same_curve(found[key], curve(work, Ranks(0, 1, CPU), *key))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["one pair at a time", "all at once", "activation checkpointing"])
 def test_micro_batches_change_nothing(work, name):
     ours, truth = (curve(work, Ranks(0, 1, CPU), which) for which in (name, "plain"))

@@ -589,6 +589,7 @@ def test_refused(arguments, said, call, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("start", "row", "said"),
     [

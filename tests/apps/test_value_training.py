@@ -446,6 +446,7 @@ def test_no_prompt_is_on_both_sides(work):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

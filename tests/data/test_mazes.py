@@ -91,6 +91,7 @@ def test_sets_never_share_walls_across_splits():
     assert len({one.seed for one in SETS.values()}) == len(SETS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SETS)
 def test_a_set_is_the_same_each_time_and_has_what_it_says(name):
     one = SETS[name]

@@ -92,6 +92,7 @@ def read(work):
     return ours, theirs, tokenizer, [tokenizer(text).input_ids for text in PROMPTS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("max_rows", [256, 4])
 def test_samples_equal_the_loop_over_transformers(work, max_rows):
     ours, theirs, _, ids = read(work)
@@ -109,6 +110,7 @@ def test_samples_equal_the_loop_over_transformers(work, max_rows):
     assert len(set(map(len, completions))) > 1
 
 
+@pytest.mark.sampled(3)
 def test_a_search_equals_algorithms_4_and_5_by_hand(work):
     """The value model is a decoder."""
     ours, theirs, _, ids = read(work)

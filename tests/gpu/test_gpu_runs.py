@@ -78,7 +78,6 @@ def test_a_run_in_float32(gpu_or_cpu, work):
     check(numbers(found), numbers(truth), 1e-3, planted=numbers(planted))
 
 
-@pytest.mark.slow
 def test_background_checkpoints_and_resuming(gpu_or_cpu, work):
     """The second background checkpoint is as good as the first, and a resumed run goes the same way."""
     place = gpu_or_cpu.type
@@ -173,7 +172,6 @@ def adapters_in_float32(model, config):
     lora.attach(model, config, torch.float32)
 
 
-@pytest.mark.slow
 def test_compiled_blocks(gpu_or_cpu, models):
     """In float32; on a CPU with a backend that does not compile, which takes less time."""
     backend = "inductor" if gpu_or_cpu.type == "cuda" else "aot_eager"

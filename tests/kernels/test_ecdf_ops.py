@@ -92,6 +92,7 @@ def assert_cdf(found, truth, dtype, weighted):
         assert torch.equal(found.flatten(), truth.to(dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data(), side=st.sampled_from(SIDES), double=st.booleans(), weighted=st.booleans())
@@ -131,6 +132,7 @@ def test_cdf_and_evaluate(dtype, data, side, double, weighted):
         assert torch.equal(ecdf.evaluate(ordered, q, side, cumulative=cumulative, impl=impl, **options), ours)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data())
@@ -145,6 +147,7 @@ def test_argsort_is_stable_and_sort_sorts(dtype, data):
     assert torch.equal(ecdf.sort(x, offsets=offsets), packed([sorted(row) for row in rows], dtype, dense)[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data())
@@ -260,6 +263,7 @@ def test_ranks_of_large_rows(impl, kind, dtype):
         assert torch.equal(ecdf.ranks(x, side, impl=impl, dtype=torch.float32), truth.float()), M
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @fuzz
 @given(data=st.data(), side=st.sampled_from(SIDES))
@@ -320,6 +324,7 @@ def test_nan_in_a_compiled_op_causes_no_invalid_access(dtype, M):
         assert torch.ops.nlgrpo.ecdf_argsort(x[None], None).sort().values.equal(torch.arange(M)[None])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_argsort_of_large_rows(impl, kind, dtype):

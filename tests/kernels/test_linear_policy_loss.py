@@ -333,6 +333,7 @@ def test_invalid_arguments_are_refused(change, message):
         kernels.linear_policy_loss(**{**good, **change})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_opcheck(surrogate):
     hidden, weight, bias, targets = head(70, 4, 9, torch.float32)

@@ -117,6 +117,7 @@ def numbers_next_to_each_other(M, device):
     return rewards.to(device)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("M", [1, 2, 7, 33, 150])
 @pytest.mark.usefixtures("chunks_of_64")
 def test_float64_rewards_that_are_equal_in_float32(device, impl, M):

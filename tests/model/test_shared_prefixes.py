@@ -115,6 +115,7 @@ def _read_another_prompt(patch):
     patch.setattr(Segments, "groups", lambda self: [g._replace(start=max(g.start - 1, 0)) for g in groups_of(self)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "precisions"),
     [

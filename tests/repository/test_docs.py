@@ -194,6 +194,7 @@ def run(arguments):
     assert status == 0
 
 
+@pytest.mark.slow
 @pages("python")
 def test_python_blocks_run(page, workspace):
     namespace = {"__name__": "docs"}

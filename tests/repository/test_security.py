@@ -58,6 +58,7 @@ def work(tmp_path):
     return tmp_path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -116,6 +117,7 @@ def test_secrets_of_the_environment_are_in_no_file_of_a_run(work, monkeypatch):
     assert all(path.stat().st_mode & 0o022 == 0 for path in files)  # nobody else can write them
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("code", "test"),
     [

@@ -87,6 +87,7 @@ def test_model_prefers_english(story_lm):
     assert mean_loss(*story_lm, shuffled) > english + 1
 
 
+@pytest.mark.slow
 def test_completion_lengths_are_spread(story_lm, completions):
     lengths = [len(row) for row in completions]
     for third in range(3):
@@ -96,6 +97,7 @@ def test_completion_lengths_are_spread(story_lm, completions):
     assert sum(row[-1] != eos for row in completions) < 0.1 * len(completions)
 
 
+@pytest.mark.slow
 def test_final_state_encodes_the_length_of_the_text(story_lm, completions):
     """A linear probe finds windows of lengths between the recipe's two targets, as the end token's logit must."""
     model, _ = story_lm

@@ -132,6 +132,7 @@ def test_no_network(code, listening):
     assert len(connections) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "attack",
     [
@@ -167,6 +168,7 @@ def test_its_own_folder_is_its_own_and_is_removed(code):
     assert not os.path.exists(found.output.splitlines()[0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "attack",
     [

@@ -172,6 +172,7 @@ def test_several_run_at_the_same_time():
     assert [found.values[name].flatten().tolist() for name in ("a", "b", "here")] == [[1, 2, 3, 4]] * 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,38 @@ def test_two_processes_that_find_a_dead_owner(path):
     for process in several:
         process.join()
     assert found == ["busy", "busy", "busy", "taken"]
+
+
+def test_the_file_of_a_new_owner_stays(path, monkeypatch):
+    """It was written after another process had looked at that of the ended owner, and before its removal."""
+    elsewhere(path)
+    monkeypatch.setattr(file_lock.fcntl, "flock", lambda *_: None)
+    locks, removed = [], []
+
+    def beating(lock, owner, before):
+        monkeypatch.setattr(FileLock, "_beating", lambda *_: False)
+        locks.append(FileLock(path))
+        unlink = Path.unlink
+        monkeypatch.setattr(Path, "unlink", lambda file, **how: (removed.append(file), unlink(file, **how)))
+        monkeypatch.setattr(file_lock.os, "rename", lambda file, _: removed.append(file))
+        return False
+
+    monkeypatch.setattr(FileLock, "_beating", beating)
+    with pytest.raises(Busy, match=f"^process {os.getpid()} on"):
+        FileLock(path)
+    (lock,) = locks
+    assert lock.owner_file not in removed
+    assert lock.beat()
+    lock.release()
+
+
+def test_the_right_to_remove_a_file_of_a_process_that_has_ended(path):
+    file = elsewhere(path)
+    path.with_name(f"lock.owner.{file.stat().st_ino}").touch()
+    begun = time.monotonic()
+    FileLock(path).release()
+    assert time.monotonic() - begun < 5
+    assert names(path) == ["lock"]
 
 
 def test_the_owner_beats(path):

@@ -330,6 +330,7 @@ def test_the_policys_schedule_starts_after_the_critics_warm_up():
 # --- its model, before a run begins -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

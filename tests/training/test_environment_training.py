@@ -191,6 +191,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens(work):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)  # its norms compute in float32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

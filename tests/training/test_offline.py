@@ -411,6 +411,7 @@ def test_bon_sft_leads_to_the_best_of_n_of_the_rollouts(root, rollouts, tmp_path
     assert "rewards/margins" not in steps[0]  # there is no reference
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("algorithm", "beta", "n"), [("dpo", 0.5, 2), ("ipo", 0.1, 2), ("bonbon", 1.0, 4)])
 def test_pairs_raise_the_reward(root, rollouts, tmp_path, algorithm, beta, n):
     values = torch.arange(len(WORDS), dtype=torch.float64) % 8

@@ -65,6 +65,7 @@ def test_a_profile_changes_no_digit_and_may_come_when_a_run_resumes(folder):
     assert [row["loss"] for row in resumed] == [row["loss"] for row in plain]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["5", "3:1", "3:3", "a:b", "-1:2", ":4"])
 def test_other_texts_are_refused(text, folder, capsys):
     with pytest.raises(ValueError, match="expected FIRST:LAST"):

@@ -68,6 +68,7 @@ def config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -109,6 +110,7 @@ def test_files(folder, capsys, file, content, says):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -359,6 +361,7 @@ def test_a_model_of_a_known_family_with_another_rotary_embedding_is_run_by_trans
     assert torch.tensor(json.loads(shown.out)["logprobs"]).isfinite().all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("more", "says"),
     [

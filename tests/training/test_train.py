@@ -526,6 +526,7 @@ AGGREGATES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AGGREGATES)
 def test_objectives_of_different_kinds_are_aggregated(work, name, capsys):
     """The advantages of a step's first group follow from its linearised rewards and the logged values."""

@@ -98,6 +98,7 @@ def reads_of(root, case, micro):
     return reads.lines, count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_reads_does_not_grow_with_the_micro_batches(root, case):
     few, one = reads_of(root, case, 10**6)
