@@ -73,11 +73,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job 
 # The slowest files, which run first: a slow file that starts last leaves the other cores idle.
 LONGEST = [
     "chaos", "packaging", "triton_builds", "sweep_slurm", "cluster_examples", "hangs",  # these are slow
-    "linear_policy_loss", "logprob", "ecdf_ops", "train", "policy_loss", "rollout_command", "linearize", "distributed",
-    "sweep", "schema", "offline", "alignment", "value_training", "critic", "intervals", "decode_command", "evaluate",
-    "html_page", "verify", "report", "reference_rewards", "iro", "learner", "curves", "transformers_backend",
-    "vllm_servers", "procedures", "doctor_checks", "gpu_update", "gpu_search", "gpu_generation", "gpu_runs", "fake_configurations", "fake_update",
-    "fake_decoding", "rollouts_ahead", "serving", "decoding_memory", "reward_processes",
+    "linear_policy_loss", "logprob", "ecdf_ops", "train", "policy_loss", "rollout_command", "linearize",
+    "distributed", "sweep", "schema", "offline", "alignment", "value_training", "critic", "intervals",
+    "decode_command", "evaluate", "html_page", "verify", "report", "reference_rewards", "iro", "learner", "curves",
+    "transformers_backend", "vllm_servers", "procedures", "doctor_checks", "gpu_update", "gpu_search",
+    "gpu_generation", "gpu_runs", "fake_configurations", "fake_update", "fake_decoding", "rollouts_ahead", "serving",
+    "decoding_memory", "reward_processes",
 ]  # fmt: skip
 
 

@@ -18,15 +18,15 @@ from nlgrpo.runtime.file_lock import Busy, FileLock, Owner
 processes = multiprocessing.get_context("fork")
 
 
+def without_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 @pytest.fixture(params=["flock", "none"])
 def path(request, tmp_path, monkeypatch):
     """A file, on a file system with locks and on one without."""
-
-    def refuses(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     if request.param == "none":
-        monkeypatch.setattr(file_lock.fcntl, "flock", refuses)
+        monkeypatch.setattr(file_lock.fcntl, "flock", without_locks)
     monkeypatch.setattr(file_lock, "PATIENCE", 0.7)
     monkeypatch.setattr(file_lock, "BEAT", 0.1)
     return tmp_path / "lock"
@@ -144,15 +144,15 @@ def test_two_processes_that_find_a_dead_owner(path):
 def test_the_file_of_a_new_owner_stays(path, monkeypatch):
     """It was written after another process had looked at that of the ended owner, and before its removal."""
     elsewhere(path)
-    monkeypatch.setattr(file_lock.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(file_lock.fcntl, "flock", without_locks)  # both processes are this one
     locks, removed = [], []
 
     def beating(lock, owner, before):
         monkeypatch.setattr(FileLock, "_beating", lambda *_: False)
         locks.append(FileLock(path))
-        unlink = Path.unlink
+        unlink, rename = Path.unlink, os.rename
         monkeypatch.setattr(Path, "unlink", lambda file, **how: (removed.append(file), unlink(file, **how)))
-        monkeypatch.setattr(file_lock.os, "rename", lambda file, _: removed.append(file))
+        monkeypatch.setattr(file_lock.os, "rename", lambda file, to: (removed.append(file), rename(file, to)))
         return False
 
     monkeypatch.setattr(FileLock, "_beating", beating)
