@@ -11,10 +11,14 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from support.helpers import children
+
+from nlgrpo.runtime import file_lock
+from nlgrpo.runtime.supervision import time_limit
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -24,8 +28,18 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def forget_exit_functions() -> None:
+    """In a forked process: drop the parent's exit functions but for nlgrpo's. W&B's would remove the parent's files."""
+    atexit._clear()
+    weakref.finalize._registry.clear()
+    atexit.register(weakref.finalize._exitfunc)  # weakref registers it only once
+    atexit.register(file_lock._beats.release)
+    atexit.register(time_limit._stop)
+
+
 def leave(main: Callable[[], int]) -> None:
     """End a forked process as the interpreter ends, with the exit status ``main()``."""
+    forget_exit_functions()
     status = 70
     try:
         status = main()

@@ -1,12 +1,14 @@
 """Some injections of ``make chaos``, and that each of its checks fails when what it checks is taken out."""
 
+import atexit
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
-from chaos import injection, library
+from chaos import injection, library, processes
 from support.helpers import REPOSITORY, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="faults are injected on Linux only")]
@@ -51,6 +53,23 @@ def no_shared_memory_is_left():
     yield
     for path in Path("/dev/shm").glob("*nlgrpo-test-*"):
         path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_forked_process_runs_its_own_exit_functions_and_not_its_parents(tmp_path):
+    parents = tempfile.TemporaryDirectory(dir=tmp_path)
+    atexit.register(parents.cleanup)
+
+    def main() -> int:
+        atexit.register((tmp_path / "own").mkdir)
+        return 3
+
+    run = processes.Forked(main)
+    atexit.unregister(parents.cleanup)
+    assert run.wait(30)
+    assert run.status == 3
+    assert (tmp_path / "own").is_dir()
+    assert Path(parents.name).is_dir()
+    parents.cleanup()
 
 
 def test_each_kind_is_injected():
