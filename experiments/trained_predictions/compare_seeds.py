@@ -90,8 +90,9 @@ def _setting(found: ReportData, models: Sequence[Model], ns: Sequence[int]) -> S
                 of_n = [over_present(lambda r, n=n: best_of_n(r, [n])[0], x, fewest=n).nanmean() for n in ns]
                 rewards.setdefault(name, []).append(torch.stack(of_n))
         kls.append(next(entry.estimate.value for entry in model.entries if entry.quantity == TRAINING_KL))
-        rows = [row for row in model.logged if "kl" in row and "completions/mean_length" in row]
-        curves.append(([row["step"] for row in rows], [row["kl"] * row["completions/mean_length"] for row in rows]))
+        distances = model.logged.metrics["kl"] * model.logged.metrics["completions/mean_length"]
+        known = ~np.isnan(distances)
+        curves.append((model.logged.steps[known].tolist(), distances[known].tolist()))
     each = {name: torch.stack(rows) for name, rows in rewards.items()}
     return Setting(torch.stack(values), torch.stack(before), each, kls, curves)
 

@@ -283,11 +283,9 @@ class GlobalBatch:
         scores: Mapping[str, Tensor],
         linear: Tensor,
         advantages: Tensor,
-        shown: int = 4,
     ) -> list[Sample]:
-        """First completions of this rank's first prompt, with rewards, linearised rewards and advantages."""
+        """Completions of this rank's first prompt, with rewards, linearised rewards and advantages."""
         first = self.own.start
-        rows = range(min(shown, self.lengths.shape[1]))
         return [
             Sample(
                 prompt=plain_text(batch.prompts[0]),
@@ -296,8 +294,9 @@ class GlobalBatch:
                 linearized={name: float(x[first, j]) for name, x in zip(scores, linear, strict=True)},
                 advantage=float(advantages[first, j]),
                 extra={name: _plain(column[j]) for name, column in self.extra.items()},
+                tokens=int(self.lengths[first, j]),
             )
-            for j in rows
+            for j in range(self.lengths.shape[1])
         ]
 
 

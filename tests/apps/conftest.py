@@ -2,7 +2,7 @@
 
 import pytest
 from support import browser
-from support.reports import picture_without_drawing
+from support.reports import picture_without_drawing, png_without_drawing
 
 from nlgrpo.apps.report import figures
 
@@ -18,3 +18,4 @@ def window(tmp_path_factory):
 def undrawn(monkeypatch):
     """Build every figure but skip rendering, which takes seconds."""
     monkeypatch.setattr(figures, "picture", picture_without_drawing)
+    monkeypatch.setattr(figures, "render_png", png_without_drawing)

@@ -205,7 +205,8 @@ def test_curves_of_a_setting_are_means_over_seeds(runs):
         rows = [{"step": step, "reward": number + step, "kl": None if number else 0.5} for step in range(4 - number)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (model, *_) = run_loader.read_runs(runs).models
-    assert model.logged == [{"step": step, "reward": 1 + step} for step in range(2)]
+    assert model.logged.steps.tolist() == [0, 1]
+    assert {name: values.tolist() for name, values in model.logged.metrics.items()} == {"reward": [1.0, 2.0]}
 
 
 def test_labels_name_runs_whose_folders_have_an_equals_sign(runs, tmp_path, capsys):

@@ -10,12 +10,14 @@ import shutil
 import jinja2
 import pytest
 from support import browser
-from support.reports import EVIL, PICTURES, make_run, read_page, sampled
+from support.reports import EVIL, FILES, make_run, read_page, sample, sampled, write_lines
 
 from nlgrpo.apps.report import figures, page, run_loader
 from nlgrpo.apps.report.report import write_report
 from nlgrpo.config.schema import Config, RewardConfig
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
+
+PAGE = {"title": "", "facts": [], "warnings": [], "notes": []}
 
 needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason=browser.MISSING)
 
@@ -54,13 +56,13 @@ def test_a_page_opens_without_errors_and_requests(window, report, width, dark):
     assert [url for url in window.requests if not url.startswith("data:")] == [report.resolve().as_uri()]
     assert window.run("document.documentElement.scrollWidth") <= width
     assert window.run("[...document.images].every(i => i.naturalWidth > 0)")
-    assert window.run("document.images.length") == 6
+    assert window.run("document.images.length") == 5
     assert window.run("[...document.images].every(i => i.getBoundingClientRect().right <= innerWidth)")
     paper = window.run("getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(22, 27, 34)" if dark else "rgb(255, 255, 255)")
     shown = window.run("[...document.images].map(i => atob(i.currentSrc.split(',')[1]))")
     assert all(("#161b22" in svg) == dark for svg in shown)
-    assert window.run("document.querySelectorAll('body img').length") == 6  # none comes from a completion
+    assert window.run("document.querySelectorAll('body img').length") == 5  # none comes from a completion
 
 
 @pytest.mark.slow
@@ -122,10 +124,201 @@ def test_tables_are_shown_without_scripts(window, report):
     try:
         window.open(report)
         assert window.run("document.querySelectorAll('tbody tr').length") > 40
-        assert window.run("document.querySelectorAll('button, select').length") == 0
+        assert window.run("[...document.querySelectorAll('button, select')].filter(e => e.offsetParent).length") == 0
         assert "value" in window.run(f"{head(3)}.innerText")
     finally:
         window.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+# --- curves and completions -------------------------------------------------------------------------------------------
+
+LEGENDS = (
+    "[...document.querySelectorAll('#charts .u-legend')].map("
+    "l => [...l.querySelectorAll('tr:not([hidden]) :is(.u-label, .u-value)')].map(e => e.textContent))"
+)
+ENDS = "['charts-first', 'charts-last'].map(id => Number(document.getElementById(id).value))"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The report of a run with 100 steps."""
+    return write_report(make_run(tmp_path_factory.mktemp("one") / "run", steps=100))
+
+
+def plot(window, number=0):
+    """Left and right end, and height of the middle, of the area of a chart in the window."""
+    window.run(f"document.querySelectorAll('.u-over')[{number}].scrollIntoView({{block: 'center'}})")
+    script = f"document.querySelectorAll('.u-over')[{number}].getBoundingClientRect().toJSON()"
+    place = window.run(script)
+    return place["left"], place["right"], (place["top"] + place["bottom"]) / 2
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_legend_has_the_logged_values_under_the_pointer(window, one):
+    window.open(one)
+    left, right, middle = plot(window)
+    window.mouse("mouseMoved", left + 40 * (right - left) / 99, middle)
+    window.until(f"{LEGENDS}[0].includes('40')")
+    rewards, objective, kl, _ = window.run(LEGENDS)  # in all charts at the same step
+    for shown, names in ((rewards, ["short", "long"]), (objective, ["short: bon:4"]), (kl, ["kl"])):
+        assert shown[:2] == ["step", "40"]
+        assert shown[2::2] == names
+    values = [float(text) for text in (*rewards[3::2], *objective[3::2], *kl[3::2])]
+    assert values == pytest.approx([math.sin(40 + i) for i in range(4)], rel=2e-5)  # five digits
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_range_of_steps_is_shown_in_all_charts(window, one):
+    window.open(one)
+    assert window.run(ENDS) == [0, 99]
+    left, right, middle = plot(window, 2)
+    step = (right - left) / 99
+    window.drag(left + 20 * step, left + 60 * step, middle)
+    window.until(f"{ENDS}[1] === 60")
+    assert window.run(ENDS) == [20, 60]
+    left, right, middle = plot(window, 0)
+    window.mouse("mouseMoved", left + 0.5 * (right - left), middle)
+    window.until(f"{LEGENDS}[0].includes('40')")  # the middle of the steps that are shown
+    for count in (1, 2):
+        window.mouse("mousePressed", left + 10, middle, clickCount=count)
+        window.mouse("mouseReleased", left + 10, middle, clickCount=count)
+    window.until(f"{ENDS}[1] === 99")
+    window.run("(() => { const e = document.getElementById('charts-first'); e.value = 50;"
+               "e.dispatchEvent(new Event('change')) })()")  # fmt: skip
+    assert window.run(ENDS) == [50, 99]
+    window.run("document.getElementById('charts-all').click()")
+    assert window.run(ENDS) == [0, 99]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_runs_share_one_legend_that_hides_their_curves(window, report, folders):
+    window.open(report)
+    names = window.run("[...document.querySelectorAll('#charts-legend button')].map(b => b.textContent)")
+    assert len(names) == 3
+    assert names[0] == folders[0].name
+    shown = "[...document.querySelectorAll('#charts .uplot')].flatMap(u => [...u.querySelectorAll('.u-legend .u-off')]).length"
+    assert window.run(shown) == 0
+    window.run("document.querySelectorAll('#charts-legend button')[1].click()")
+    charts = window.run("document.querySelectorAll('#charts .uplot').length")
+    # its curve is not in the chart of the other runs' objective
+    assert window.run(shown) == charts - 2
+    window.run("document.querySelectorAll('#charts-legend button')[1].click()")
+    assert window.run(shown) == 0
+    assert window.console == []
+
+
+@pytest.mark.slow
+@needs_browser
+def test_other_metrics_are_drawn_when_they_are_opened(window, tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [{"step": i, "kl": 1.0, "my <b>own</b>": float(i), "infinite": None} for i in range(30)]
+    write_lines(run / "metrics.jsonl", rows)
+    window.open(write_report(run))
+    assert window.run("document.querySelectorAll('.uplot').length") == 1
+    window.run("document.getElementById('charts-more').open = true")
+    window.until("document.querySelectorAll('.uplot').length === 2")
+    assert "my <b>own</b>" in window.run("document.getElementById('charts-more').innerText")
+    assert window.console == []
+
+
+def choose(window, name, value, event="change"):
+    window.run(f"(() => {{ const e = document.getElementById('completions-{name}'); e.value = {json.dumps(value)};"
+               f"e.dispatchEvent(new Event('{event}')) }})()")  # fmt: skip
+
+
+def texts(window):
+    return window.run("[...document.querySelectorAll('.sample .text')].map(p => p.textContent)")
+
+
+@pytest.mark.slow
+@needs_browser
+def test_completions_of_a_step_are_shown_searched_and_ordered(window, one):
+    window.open(one)
+    options = "[...document.getElementById('completions-{}').options].map(o => o.textContent)"
+    assert window.run(options.format("source")) == ["evaluation", "training"]
+    assert len(texts(window)) == 32  # of 16 samples before and after training
+    choose(window, "source", "1")
+    assert window.run(options.format("step")) == ["all", *map(str, range(0, 100, 10))]
+    assert "prompt 90 a story" in window.run("document.getElementById('completions-list').innerText")
+    assert texts(window) == [f"sample {i} a story" for i in range(6)]
+    badges = window.run("[...document.querySelectorAll('.returned .text')].map(p => p.textContent)")
+    assert badges == ["sample 0 a story", "sample 3 a story"]  # of rewards 0, 3, 1, 4 and their negatives
+    window.run("document.getElementById('completions-before').click()")
+    assert "prompt 80 a story" in window.run("document.getElementById('completions-list').innerText")
+    choose(window, "order", "0")
+    assert texts(window) == [f"sample {i} a story" for i in (5, 3, 1, 4, 2, 0)]
+    window.run("document.getElementById('completions-returned').click()")
+    assert texts(window) == ["sample 3 a story", "sample 0 a story"]
+    window.run("document.getElementById('completions-returned').click()")
+    choose(window, "search", "PROMPT 30", "input")
+    window.until("document.querySelectorAll('.sample').length === 6 && "
+                 "document.getElementById('completions-list').innerText.includes('prompt 30')")  # fmt: skip
+    choose(window, "search", "sample 4", "input")
+    window.until("document.getElementById('completions-count').innerText.startsWith('10 completions of 10')")
+    assert set(texts(window)) == {"sample 4 a story"}
+
+
+ODD = {
+    "right to left": "שלום עולם \u202e abc",
+    "control characters": "a\x00b\x1b[31mc\x07",
+    "emoji": "👩‍👩‍👧‍👦🏳️‍🌈 日本語",
+    "half of a pair": "\ud83d",
+    "long": "word " * 200_000,
+    "one word": "x" * 5000,
+    "empty": "",
+    "closing": "</script><script>hit()</script><!--",
+}
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1000])
+def test_odd_texts_do_not_break_the_page(window, tmp_path, width):
+    run = make_run(tmp_path / "run", text="\u202e x")
+    rows = [sample(0, i, completion=text, prompt=text) for i, text in enumerate(ODD.values())]
+    write_lines(run / "samples.jsonl", rows)
+    path = write_report(run)
+    window.open(path, width)
+    choose(window, "source", "1")
+    assert window.console == []
+    assert window.run("document.documentElement.scrollWidth") <= width
+    shown = texts(window)
+    assert shown[0] == ODD["right to left"]
+    assert window.run("getComputedStyle(document.querySelector('.sample .text')).direction") == "rtl"
+    assert shown[2] == ODD["emoji"]
+    assert shown[7] == ODD["closing"]
+    assert len(shown[4]) < 1000
+    window.run("[...document.querySelectorAll('.sample button')][0].click()")
+    assert len(texts(window)[4]) > 20_000
+    assert window.run(INJECTED) == 0
+
+
+@pytest.mark.slow
+@needs_browser
+def test_ten_thousand_completions_open_and_scroll(window, tmp_path):
+    run = make_run(tmp_path / "run")
+    words = "the answer is 42 because of all that we know about mazes and other puzzles " * 12
+    rows = [sample(i // 8, i % 6, f"{i // 8} {words}") for i in range(10_000)]
+    write_lines(run / "samples.jsonl", rows)
+    path = write_report(run)
+    window.open(path)
+    timing = window.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    assert 0 < timing <= 2000  # milliseconds
+    choose(window, "source", "1")
+    choose(window, "step", "")
+    assert window.run("document.getElementById('completions-count').innerText").startswith(
+        "10,000 completions of 1,250"
+    )
+    there = "document.querySelectorAll('#completions-list .group').length"
+    before = window.run(there)
+    assert before < 100
+    for _ in range(3):
+        window.run("(() => { const e = document.getElementById('completions-list'); e.scrollTop = e.scrollHeight })()")
+        window.until(f"{there} > {before}")
+        before = window.run(there)
 
 
 # --- without a browser ------------------------------------------------------------------------------------------------
@@ -138,10 +331,11 @@ def test_a_report_of_several_runs_shows_all_of_them(report, folders):
     others = folders[0].parent.parent / os.fsdecode(b"\xff")
     shutil.copytree(folders[0], others)
     assert run_loader.read_runs([others]).models[0].label == "?"
-    assert "<script>alert(1)</script>" in text
+    evaluation = read_page(report).data["completions-data"]["sources"][0]
+    assert f"prompt {EVIL}" in [group["prompt"] for group in evaluation["groups"]]
     assert "3 models; 90 logged steps; evaluated on 8 prompts x 16 samples" in text
     assert "after training" not in text
-    for name in (*PICTURES, "fronts"):
+    for name in (*FILES, "fronts"):
         assert report.with_name(f"three-{name}.png").is_file()
 
 
@@ -153,11 +347,20 @@ def test_a_run_has_the_same_style_in_every_figure(folders, tmp_path, monkeypatch
         seen[draw.func.__name__] = next(a for a in tables if isinstance(next(iter(a.values()), None), figures.Style))
         return figures.Picture(b"", "<svg/>", "<svg/>")
 
+    def png(draw):
+        seen["curves"] = draw.args[1]
+        return b""
+
     monkeypatch.setattr(figures, "picture", picture)
-    write_report(folders, tmp_path / "x.html")
-    assert set(seen) == {*PICTURES, "fronts"}
-    assert all(looks == seen["curves"] for looks in seen.values())
-    assert len({series_style.colour for series_style in seen["curves"].values()}) == 4
+    monkeypatch.setattr(figures, "render_png", png)
+    page = read_page(write_report(folders, tmp_path / "x.html"))
+    assert set(seen) == {*FILES, "fronts"}
+    looks = seen.pop("curves")
+    assert all(looks.items() <= others.items() for others in seen.values())
+    assert len({style.colour for style in seen["lengths"].values()}) == 4
+    for chart in page.data["charts-data"]["panels"]:
+        for curve in chart["series"]:
+            assert curve["colour"] == looks[curve["label"]].colour
 
 
 def test_where_the_page_is_written(folders, tmp_path, monkeypatch, undrawn):
@@ -179,26 +382,10 @@ def test_report_of_an_evaluation(tmp_path, undrawn):
     assert "weighted sum" in text
 
 
-def test_the_report_of_many_runs_stays_small(tmp_path, monkeypatch):
-    """Curves have fewer points, and histograms are rows."""
-    logged = [{"step": i, "kl": math.sin(i / 50)} for i in range(5000)]
-    runs = {str(i): logged for i in range(50)}
-    axes = figures.curves(runs, {name: figures.series_style(i) for i, name in enumerate(runs)}).axes
-    assert sum(len(line.get_xdata()) for line in axes[1].lines) <= figures.POINTS_IN_ALL
-    models = {name: sampled() for name in runs}
-    rows = figures.lengths(models, {name: figures.series_style(i) for i, name in enumerate(runs)}, []).axes[0]
-    assert [text.get_text() for text in rows.get_yticklabels()] == list(runs)
-
-
-def test_a_long_curve_keeps_its_spikes():
-    values = [0.0] * 100_000
-    values[12_345], values[54_321] = 7.0, -3.0
-    axes = figures.curves({"run": [{"step": i, "kl": v} for i, v in enumerate(values)]}, {}).axes[2]
-    faint, strong = axes.lines
-    assert len(faint.get_xdata()) <= figures.POINTS
-    assert len(strong.get_xdata()) <= figures.POINTS
-    assert [12_345, 7] in faint.get_xydata().tolist()
-    assert [54_321, -3] in faint.get_xydata().tolist()
+def test_histograms_of_many_models_are_rows():
+    models = {str(i): sampled() for i in range(50)}
+    rows = figures.lengths(models, {name: figures.series_style(i) for i, name in enumerate(models)}, []).axes[0]
+    assert [text.get_text() for text in rows.get_yticklabels()] == list(models)
 
 
 def test_28_models_have_different_styles():
@@ -210,7 +397,7 @@ def test_28_models_have_different_styles():
     assert again != figures.series_style(3)
     rows = [[page.Cell(str(i), style=figures.series_style(i))] for i in range(50)]
     content = page.Section("models", "table.html", page.Table(["model"], rows, "sorts"))
-    shown = page.render("report.html", title="", facts=[], notes=[], sections=[content])  # has every marker
+    shown = page.render("report.html", **PAGE, sections=[content])  # has every marker
     assert shown.count("<svg") == 50
 
 
@@ -220,14 +407,14 @@ def test_cells_are_sorted_by_their_numbers_and_shown_as_text(tmp_path):
     table = page.Table(["<b>", "n"], [[page.Cell('"<i>"', "<u>&amp;"), page.number(2.0, "<2>")]], "sorts")
     assert table.numeric == {1}
     (tmp_path / "page.html").write_text(
-        page.render("report.html", title="", facts=[], notes=[], sections=[page.Section("x", "table.html", table)])
+        page.render("report.html", **PAGE, sections=[page.Section("x", "table.html", table)])
     )
     assert read_page(tmp_path / "page.html").tables == [[["<b>", "n"], ['"<i>" <u>&amp;', "<2>"]]]
 
 
 def test_a_name_that_a_template_lacks_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="facts"):
-        page.render("report.html", title="x", notes=[], sections=[])
+        page.render("report.html", title="x", warnings=[], notes=[], sections=[])
 
 
 # --- markup in every field of the files of a run ----------------------------------------------------------------------
@@ -235,7 +422,24 @@ def test_a_name_that_a_template_lacks_is_an_error():
 MARKUP = (
     "\"'></p></td><script>hit()</script><svg onload=hit()><a href=javascript:hit()><img src=x onerror=hit()>--><b>$"
 )
-INJECTED = "document.querySelectorAll('[onload],[onerror],a[href^=javascript],script:not(:last-of-type),b').length"
+INJECTED = (
+    "document.querySelectorAll('[onload],[onerror],a[href^=javascript],b').length"
+    " + [...document.scripts].filter(s => s.textContent === 'hit()').length"
+)
+ALL_COMPLETIONS = """
+(() => {
+  const [source, step] = ["source", "step"].map((name) => document.getElementById("completions-" + name));
+  let text = "";
+  for (const place of source ? source.options : []) {
+    source.value = place.value;
+    source.dispatchEvent(new Event("change"));
+    step.value = "";
+    step.dispatchEvent(new Event("change"));
+    text += document.body.innerText;
+  }
+  return text;
+})()
+"""
 
 
 def places(value, path=()):
@@ -269,14 +473,16 @@ def pages(folder):
     config = dataclasses.asdict(Config(rewards={"short": RewardConfig("length(target=8, scale=32)")}))
     run = make_run(folder / "run")
     (run / "config.json").write_text(json.dumps(config, default=str))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
     files = {name: json.loads((run / name).read_text()) for name in ("config.json", "evaluation.json")}
-    files["metrics.jsonl"] = json.loads(lines[-1])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        files[name] = json.loads((run / name).read_text().splitlines()[-1])
+    files["samples.jsonl"]["extra"] = {"note": "text"}
     for name, content in files.items():
         whole = (run / name).read_text()
+        others = whole.splitlines()[:-1]
         for place in places(content):
             text = json.dumps(injected(content, *place))
-            (run / name).write_text(text if name.endswith(".json") else "\n".join([*lines[:-1], text]) + "\n")
+            (run / name).write_text(text if name.endswith(".json") else "\n".join([*others, text]) + "\n")
             try:
                 yield f"{name}: {place[0]}", write_report(run)
             except ValueError:
@@ -292,11 +498,16 @@ def test_markup_in_any_field_is_shown_as_text(tmp_path, window, undrawn):
         if path is None:
             refused.append(place)
             continue
-        if MARKUP[:20] not in read_page(path).text:
+        page_ = read_page(path)
+        in_data = json.dumps(MARKUP)[1:21] in json.dumps(page_.data)
+        if MARKUP[:20] not in page_.text and not in_data:
             unseen.append(place)
             continue
         window.requests.clear()
         window.open(path)
+        seen = window.run(ALL_COMPLETIONS)
+        if place.startswith("samples.jsonl"):
+            assert "hit()" in seen, place
         assert window.console == [], place
         assert [url for url in window.requests if not url.startswith("data:")] == [path.resolve().as_uri()], place
         assert window.run(INJECTED) == 0, place

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.reports import EVIL, PICTURES, make_run, read_page, sampled
+from support.reports import EVIL, FILES, PICTURES, make_run, read_page, sampled, write_lines
 
 from nlgrpo.apps.report import figures, run_loader
 from nlgrpo.apps.report.compare import compare
@@ -31,13 +31,16 @@ def test_report_is_one_file_that_loads_nothing(tmp_path, undrawn):
     assert page.urls
     assert all(url.startswith(("data:", "#")) for url in page.urls)
     assert not {"iframe", "object"} & set(page.tags)
-    (script,) = page.scripts
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert page.policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert page.policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
     text = path.read_text("utf-8")
     assert "url(" not in text
     assert "@import" not in text
-    assert page.text.count(f"completion {EVIL}") == 8  # as it was written: of 4 samples before and after training
+    evaluation, training = page.data["completions-data"]["sources"]
+    for column in evaluation["groups"][0]["columns"]:  # before and after training
+        assert [sample[0] for sample in column["samples"]] == [f"completion {EVIL}"] * 16
+    assert training["groups"][0]["prompt"] == f"prompt 0 {EVIL}"
     assert page.tags.count("img") == len(PICTURES)
     assert "viewport" in text
     assert "prefers-color-scheme: dark" in text
@@ -56,7 +59,7 @@ def test_figures_are_written_as_files_and_for_every_screen(tmp_path):
     for svg in svgs:
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert ("#161b22" in svg) != ("#ffffff" in svg)
-    for name in PICTURES:
+    for name in FILES:
         with Image.open(run / f"{name}.png") as image:
             image.load()
             assert image.info["dpi"] == pytest.approx((150, 150), abs=0.1)
@@ -82,24 +85,26 @@ def test_report_has_the_numbers_of_the_table(tmp_path, undrawn):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("spoil", "message", "pictures"),
+    ("spoil", "message", "pictures", "has_curves"),
     [
-        ({"evaluation.json": None}, "evaluation.json is missing", 1),
-        ({"evaluation.json": '{"before": {"rew'}, "evaluation.json cannot be read", 1),
-        ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
-        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 logged steps", 4),
-        ({"config.json": "{"}, "config.json cannot be read", 5),
-        ({"config.json": None}, "config.json or config.toml is missing", 5),
-        ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3),
+        ({"evaluation.json": None}, "evaluation.json is missing", 0, True),
+        ({"evaluation.json": '{"before": {"rew'}, "evaluation.json cannot be read", 0, True),
+        ({"metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3, False),
+        ({"metrics.jsonl": '{"step": 0, "kl": 1.0}\n{"step": 1, "k'}, "1 logged steps", 3, True),
+        ({"config.json": "{"}, "config.json cannot be read", 4, True),
+        ({"config.json": None}, "config.json or config.toml is missing", 4, True),
+        ({"config.json": None, "metrics.jsonl": None}, "metrics.jsonl has no steps yet", 3, False),
     ],
 )
-def test_report_of_a_killed_run_lists_what_is_missing(tmp_path, undrawn, spoil, message, pictures):
+def test_report_of_a_killed_run_lists_what_is_missing(tmp_path, undrawn, spoil, message, pictures, has_curves):
     run = make_run(tmp_path / "run")
     for name, text in spoil.items():
         (run / name).unlink() if text is None else (run / name).write_text(text)
     page = read_page(write_report(run))
     assert message in page.text
     assert page.tags.count("img") == pictures
+    assert ("charts-data" in page.data) == has_curves
+    assert (run / "curves.png").exists() == has_curves
 
 
 def test_report_before_training_has_finished(tmp_path, undrawn):
@@ -114,7 +119,7 @@ def test_report_with_abstentions_and_a_single_sample_per_prompt(tmp_path, undraw
     silent.rewards["long"][:] = math.nan
     write_evaluation(run, before=silent, after=silent)
     page = read_page(write_report(run))
-    assert "best-of" not in page.text
+    assert "best-of-4" not in page.text
     assert "+nan" not in page.text
 
 
@@ -130,7 +135,7 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
 def test_a_run_that_restarts_removes_its_report(tmp_path, undrawn):
     folder = make_run(tmp_path / "run")
     write_report(folder)
-    assert len(list(folder.glob("*.png"))) == len(PICTURES)
+    assert len(list(folder.glob("*.png"))) == len(FILES)
     run_folder._clear(folder, run_folder.written())
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
@@ -179,15 +184,6 @@ def test_length_targets_are_lines_in_the_figure():
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["reference", "trained: bon:4", "length targets"]
     assert "tokens" in axes.get_xlabel()
-
-
-def test_curves_are_the_logged_values_and_missing_ones_are_labelled():
-    logged = [{"step": 3 * i, "kl": float(i), "rewards/a/b/mean": None} for i in range(5)]
-    axes = figures.curves({"run": logged}, {}).axes
-    assert axes[2].lines[0].get_xydata().tolist() == [[3.0 * i, i] for i in range(5)]
-    assert [axes[i].texts[0].get_text() for i in (0, 1, 3)] == ["not logged"] * 3
-    constant = figures.curves({"run": [{"step": i, "kl": 2.0} for i in range(100)]}, {}).axes[2]
-    assert constant.lines[1].get_ydata() == pytest.approx(np.full(100, 2.0))  # the moving average, also at its ends
 
 
 def test_objective_labels():
@@ -293,3 +289,43 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path):
         compare([], tmp_path)
     with pytest.raises(ValueError, match=r"\.png, \.pdf or \.svg"):
         compare([good], tmp_path / "x.docx")
+
+
+# --- several runs -----------------------------------------------------------------------------------------------------
+
+
+def test_models_are_ranked_by_the_trained_procedure(tmp_path, undrawn):
+    """Of the weighted sum at the largest N that was trained; the reference is not ranked."""
+    made = {"low": ("mean", 14), "best": ("bon:8", 16), "other": ("bon:4", 15)}
+    runs = []
+    for name, (objective, mode) in made.items():
+        run = make_run(tmp_path / name, objective)
+        write_evaluation(run, before=sampled(20, objective), after=sampled(mode, objective))
+        runs.append(run)
+    page = read_page(write_report(runs, tmp_path / "all.html"))
+    models = page.tables[0]
+    assert models[0][:5] == ["rank", "model", "weighted sum mean", "weighted sum bon:8", "state"]
+    values = {name: best_of_n_sum(sampled(mode), 8) for name, (_, mode) in made.items()}
+    order = sorted(values, key=values.get, reverse=True)
+    trained = [row for row in models[1:] if row[0]]
+    assert [row[0] for row in trained] == ["1", "2", "3"]
+    assert [row[1].strip() for row in trained] == order
+    for row in trained:
+        assert row[3].split()[0] == f"{values[row[1].strip()]:.4f}"
+    assert [row[1].strip() for row in models[1:] if not row[0]] == ["reference"]  # of all three
+    assert "Ranked by weighted sum bon:8." in page.text
+
+
+def best_of_n_sum(one, n):
+    return sum(0.5 * best_of_n(values, [n]).mean().item() for values in one.rewards.values())
+
+
+def test_warnings_are_at_the_top_with_the_name_of_the_run(tmp_path, undrawn):
+    cut = make_run(tmp_path / "cut")
+    write_lines(cut / "metrics.jsonl", [{"step": i, "completions/clipped_ratio": 0.97} for i in range(20)])
+    text = read_page(write_report(cut)).text
+    assert "97% of the completions have no end" in text
+    assert text.index("97% of the completions") < text.index("before")
+    both = read_page(write_report([cut, make_run(tmp_path / "fine")], tmp_path / "both.html")).text
+    assert "cut: 97% of the completions have no end" in both
+    assert "fine: " not in both

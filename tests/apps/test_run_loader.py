@@ -78,7 +78,7 @@ def test_kl_of_a_run_is_per_completion_at_the_end(tmp_path):
     entry = only(found.entries, "run", run_loader.TRAINING_KL, "")
     assert entry.estimate.value == pytest.approx(0.25 * 8 * 0.9)  # 9 of the last 10 steps
     assert math.isnan(entry.estimate.low)
-    assert "entropy" not in found.models[0].logged[0]
+    assert found.models[0].logged.metrics.keys() == {"kl", "completions/mean_length", "entropy"}
 
 
 def test_runs_from_the_same_model_share_a_reference(tmp_path):

@@ -104,6 +104,25 @@ class Browser:
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
 
+    def mouse(self, kind, x, y, **more):
+        """Send "mouseMoved", "mousePressed" or "mouseReleased" at a place of the window."""
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", **more)
+
+    def drag(self, start, end, y):
+        """Press the mouse at ``start``, move it to ``end``, and release it."""
+        self.mouse("mouseMoved", start, y)
+        self.mouse("mousePressed", start, y, clickCount=1)
+        self.mouse("mouseMoved", (start + end) / 2, y, buttons=1)
+        self.mouse("mouseMoved", end, y, buttons=1)
+        self.mouse("mouseReleased", end, y, clickCount=1)
+
+    def until(self, script):
+        """Wait until a JavaScript expression is true."""
+        deadline = time.monotonic() + self._seconds
+        while not self.run(script):
+            assert time.monotonic() < deadline, f"never true: {script}"
+            time.sleep(0.02)
+
     def screenshot(self, path):
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))

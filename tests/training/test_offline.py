@@ -14,7 +14,7 @@ import torch
 from support.helpers import WORDS, fork_ranks, random_rollout, tiny_model
 
 from nlgrpo import cli, train
-from nlgrpo.apps.report import figures
+from nlgrpo.apps.report.logged import Logged, panels_of_run, panels_of_runs
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import (
@@ -450,16 +450,19 @@ def test_ipo_leads_to_its_least_squares(root, rollouts, tmp_path):
 
 @pytest.mark.parametrize("runs_of", [1, 2])
 def test_the_report_shows_the_logged_curves(runs_of):
-    logged = [
+    rows = [
         {"step": i, "loss": 1.0, "logps/chosen": -3.0 - i, "logps/rejected": -4.0, "rewards/margins": 0.5 * i,
          "rewards/accuracies": 0.25 * i} for i in range(4)
     ]  # fmt: skip
-    given = {f"run {i}": logged for i in range(runs_of)}
-    panels = figures.curves(given, {name: figures.Style() for name in given}).axes
-    assert [panel.get_title() for panel in panels] == [title for title, *_ in figures.CHOICES]
-    assert [panel.lines[0].get_ydata().tolist() for panel in panels] == [
-        [1, 1, 1, 1], [-3, -4, -5, -6], [0, 0.5, 1, 1.5], [0, 0.25, 0.5, 0.75]
-    ]  # fmt: skip
+    runs = {f"run {i}": Logged.of(rows) for i in range(runs_of)}
+    panels = panels_of_run("run 0", runs["run 0"], {}) if runs_of == 1 else panels_of_runs(runs, {})
+    shown = {panel.title: [series.points()[1].tolist() for series in panel.series] for panel in panels}
+    log_probs = {"Completion log-probs": [[-3, -4, -5, -6], [-4] * 4]}
+    if runs_of == 2:
+        log_probs = {"Completion log-probs: chosen": [[-3, -4, -5, -6]], "Completion log-probs: rejected": [[-4] * 4]}
+    others = {"Implicit reward margin": [0, 0.5, 1, 1.5], "Preference accuracy": [0, 0.25, 0.5, 0.75], "Loss": [1] * 4}
+    expected = {title: curves * runs_of for title, curves in log_probs.items()}
+    assert shown == expected | {title: [values] * runs_of for title, values in others.items()}
 
 
 # --- stopping, and bad input ------------------------------------------------------------------------------------------

@@ -51,6 +51,17 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def objectives(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the objectives of a configuration by reward, such as ``{"short": "bon:4"}``; empty if it names none."""
+    rewards = section(config, "rewards")
+    found = {}
+    for name, reward in rewards.items():
+        objective = reward.get("objective") if isinstance(reward, Mapping) else None
+        if isinstance(objective, str):
+            found[name] = objective
+    return found
+
+
 def length_targets(config: Any) -> list[float]:
     """Return the targets of all ``length(target=..)`` rewards in a configuration, sorted."""
     if isinstance(config, Mapping):

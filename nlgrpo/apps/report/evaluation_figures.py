@@ -169,7 +169,7 @@ def _won(table: Table) -> list[tuple[str, int]]:
 def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Place], *, narrow: bool = False) -> Figure:
     """Draw win rates against the reference over the KL to it, with intervals; lines join models of one family.
 
-    The dashed line in panels of single completions is best-of-N of the reference: a win rate of N / (N + 1) at a KL of
+    The dotted line in panels of single completions is best-of-N of the reference: a win rate of N / (N + 1) at a KL of
     log N - (N - 1) / N, for rewards without ties.
     """
     wanted = _won(table)
@@ -185,6 +185,7 @@ def win_rates(table: Table, looks: Mapping[str, Style], places: Mapping[str, Pla
         if n == 1:
             _reference_curve(axes, max(distance.value for distance, _ in found.values()))
         _scatter(axes, found, looks, places, percent=True)
+        axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))  # the reference itself is at 0
         axes.axhline(50, color=GREY, linewidth=0.8)
         procedure = "single completions" if n == 1 else f"best-of-{n}"
         missing = left_out(won.coverage for _, won in found.values())
@@ -201,7 +202,7 @@ def _reference_curve(axes: Axes, furthest: float) -> None:
     percent = 100 * n / (n + 1)
     shown = distance <= max(furthest * 1.1, 0.5)
     label = "best-of-N of the reference"
-    axes.plot(distance[shown], percent[shown], color=GREY, linestyle="--", linewidth=1.2, label=label)
+    axes.plot(distance[shown], percent[shown], color=GREY, linestyle=":", linewidth=2, label=label)
 
 
 def _scatter(
@@ -231,7 +232,7 @@ def _scatter(
             families.setdefault(place.line, []).append((place.along, *at))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
-    dashes = itertools.cycle(("-", "--", ":", "-."))
+    dashes = itertools.cycle(("-", "--", "-."))
     for (line, members), linestyle in zip(families.items(), dashes, strict=False):
         if len(members) > 1:
             _, xs, ys = zip(*sorted(members), strict=True)

@@ -7,9 +7,8 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from nlgrpo.apps.report.logged import Panel, Series, evenly, extremes, moving_average
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, left_out
 
 DPI = 150
@@ -206,156 +206,62 @@ def legend(figure: Figure, panels: Sequence[Axes], order: Sequence[str] = ()) ->
         named.update(zip(labels, handles, strict=True))
     if 1 < len(named) <= NAMED + 3:
         named = {label: named[label] for label in dict.fromkeys([*order, *named]) if label in named}
-        columns = max(1, round(figure.get_figwidth() / 2.4))
         labels = [shortened(label, 34) for label in named]
+        inches = 0.5 + 0.085 * max(len(label) for label in labels)  # of an entry
+        columns = max(1, min(round(figure.get_figwidth() / 2.4), int(figure.get_figwidth() / inches)))
         figure.legend(named.values(), labels, loc="outside lower center", ncols=columns)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
-Logged = Sequence[Mapping[str, Any]]  # entries of metrics.jsonl
 
-REWARD = re.compile(r"rewards/.+/mean")
-CHOICES = [  # titles, y labels and metrics of runs on preference pairs and winners
-    ("Loss", "loss", {"loss": "loss"}),
-    ("Completion log-probs", "nats", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
-    ("Implicit reward margin", "margin", {"rewards/margins": "margin"}),
-    ("Preference accuracy", "accuracy", {"rewards/accuracies": "accuracy"}),
-]
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve: a metric of a run."""
-
-    logged: Logged
-    metric: str
-    label: str
-    style: Style
+def style_of(series: Series, place: int, looks: Mapping[str, Style], rewards: Sequence[str]) -> Style:
+    """Return the style of a curve: of its run if that has one, else of its reward, else of its place in the panel."""
+    if series.run in looks:
+        return looks[series.run]
+    name = series.label.partition(": ")[0]
+    number = rewards.index(name) if name in rewards else place
+    return Style(COLOURS[number % len(COLOURS)])
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Curves in one coordinate system."""
-
-    title: str
-    ylabel: str
-    series: Sequence[Series]
-
-
-def curves(runs: Mapping[str, Logged], looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
-    """Draw rewards, objectives, KL, beta (if it changes) and length over the steps; `CHOICES` for preference pairs."""
-    wanted = _of_one(next(iter(runs.values()))) if len(runs) == 1 else _of_several(runs, looks)
-    columns = 1 if narrow else 2
-    lines = math.ceil(len(wanted) / columns)
-    figure = figure_of((4.2 if narrow else 9.6, (2.5 if narrow else 3.0) * lines))
-    panels = list(figure.subplots(lines, columns, sharex=True, squeeze=False).flat)
+def curves(panels: Sequence[Panel], looks: Mapping[str, Style], rewards: Sequence[str] = ()) -> Figure:
+    """Draw the logged metrics over the steps, one panel per quantity. ``rewards``: their names, in order."""
+    lines = math.ceil(len(panels) / 2)
+    figure = figure_of((9.6, 3.0 * lines))
+    places = list(figure.subplots(lines, 2, sharex=True, squeeze=False).flat)
+    runs = {series.run for panel in panels for series in panel.series}
     most = min(POINTS, max(60, POINTS_IN_ALL // len(runs))) // 2
-    for axes, panel in zip(panels, wanted, strict=False):
-        axes.set_title(panel.title)
+    for axes, panel in zip(places, panels, strict=False):
+        axes.set_title(shortened(panel.title, 48))
         axes.set_ylabel(panel.ylabel)
-        drawn = [_curve(axes, series, most=most, faint=len(runs) <= 2) for series in panel.series]
-        if not any(drawn):
-            axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
-        elif len(panel.series) > 1 and len(runs) == 1:
+        for place, series in enumerate(panel.series):
+            _curve(axes, series, style_of(series, place, looks, rewards), most=most, faint=len(runs) <= 2)
+        if len(panel.series) > 1 and len(runs) == 1:
             axes.legend()
-    for axes in panels[: len(wanted)][-columns:]:
+    for axes in places[: len(panels)][-2:]:
         axes.set_xlabel("step")
         axes.tick_params(labelbottom=True)  # also for a panel above an empty one
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in panels[len(wanted) :]:
+    for axes in places[len(panels) :]:
         axes.set_axis_off()
     if 1 < len(runs) <= NAMED:
-        legend(figure, panels[: len(wanted)], list(runs))
+        legend(figure, places[: len(panels)], list(looks))
     return figure
 
 
-def _of_one(logged: Logged) -> list[Panel]:
-    """Panels of one run. A reward has the same colour in all of them."""
-    metrics = sorted({name for entry in logged for name in entry})
-    if "logps/chosen" in metrics:
-        styles = {"rejected": Style(COLOURS[1])}
-        wanted = CHOICES if "rewards/margins" in metrics else CHOICES[:2]
-    else:
-        rewards = {name: name[8:-5] for name in metrics if REWARD.fullmatch(name)}
-        styles = {label: Style(COLOURS[i % len(COLOURS)]) for i, label in enumerate(rewards.values())}
-        objectives = {name: name.removeprefix("objective/") for name in metrics if name.startswith("objective/")}
-        betas = _betas([logged])
-        fixed = f", beta = {next(iter(betas)):g}" if len(betas) == 1 else ""
-        wanted = [
-            ("Mean reward", "reward", rewards),
-            ("Objective (batch estimate)", "objective value", objectives),
-            (f"KL to the reference{fixed}", "KL (nats per token)", {"kl": "KL"}),
-            ("Completion length", "mean length (tokens)", {"completions/mean_length": "mean length"}),
-        ]
-        if len(betas) > 1:
-            wanted.append(("KL weight", "beta", {"beta": "beta"}))
-    panels = []
-    for title, ylabel, labels in wanted:
-        series = [Series(logged, name, label, styles.get(label, Style())) for name, label in labels.items()]
-        panels.append(Panel(title, ylabel, series))
-    return panels
-
-
-def _of_several(runs: Mapping[str, Logged], looks: Mapping[str, Style]) -> list[Panel]:
-    """Panels of several runs: one per metric, at most six rewards."""
-    metrics = {name for logged in runs.values() for entry in logged[-50:] for name in entry}
-    rewards = sorted(name for name in metrics if REWARD.fullmatch(name))[:6]
-    if "logps/chosen" in metrics and not rewards:
-        wanted = [(title, ylabel, next(iter(labels))) for title, ylabel, labels in CHOICES]
-    else:
-        wanted = [(f"Mean reward: {name[8:-5]}", "reward", name) for name in rewards]
-        wanted.append(("Objective (batch estimate)", "objective value", "objective/aggregate"))
-        wanted.append(("KL to the reference", "KL (nats per token)", "kl"))
-        if len(_betas(runs.values())) > 1:
-            wanted.append(("KL weight", "beta", "beta"))
-        wanted.append(("Completion length", "mean length (tokens)", "completions/mean_length"))
-    panels = []
-    for title, ylabel, name in wanted:
-        series = [Series(logged, name, label, looks[label]) for label, logged in runs.items()]
-        panels.append(Panel(title, ylabel, series))
-    return panels
-
-
-def _betas(runs: Iterable[Logged]) -> set[float]:
-    return {entry["beta"] for logged in runs for entry in logged if isinstance(entry.get("beta"), int | float)}
-
-
-def _curve(axes: Axes, series: Series, *, most: int, faint: bool) -> bool:
-    """Draw the moving average at ``most`` points, ``faint``: and the values. False if the metric was never logged."""
-    points = []
-    for entry in series.logged:
-        value = entry.get(series.metric)
-        if isinstance(value, int | float):
-            points.append((entry["step"], value))
-    if not points:
-        return False
-    steps, values = np.array(points, dtype=float).T
-    width = max(1, len(points) // 20)
-    if width == 1:
-        marker = "o" if len(points) < 8 else None
-        axes.plot(steps, values, **series.style.line, label=series.label, marker=marker, markersize=4)
-        return True
+def _curve(axes: Axes, series: Series, style: Style, *, most: int, faint: bool) -> None:
+    """Draw the moving average at ``most`` points and, if ``faint``, the values behind it."""
+    steps, values = series.points()
+    average = moving_average(values)
+    if average is values:
+        marker = "o" if len(values) < 8 else None
+        axes.plot(steps, values, **style.line, label=series.label, marker=marker, markersize=4)
+        return
     if faint:
-        axes.plot(*_extremes(steps, values), color=series.style.colour, alpha=0.25, linewidth=0.8)
-    # Divide by the number of points in each window, which is smaller at the ends.
-    window = np.ones(width)
-    smooth = np.convolve(values, window, mode="same") / np.convolve(np.ones_like(values), window, mode="same")
-    some = np.unique(np.linspace(0, len(points) - 1, min(len(points), most)).round().astype(int))
-    axes.plot(steps[some], smooth[some], **series.style.line, label=series.label)
-    return True
-
-
-def _extremes(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to at most `POINTS` points: the minimum and the maximum of each segment, which keeps spikes."""
-    if len(values) <= POINTS:
-        return steps, values
-    borders = np.linspace(0, len(values), POINTS // 2 + 1).round().astype(int)
-    kept = set[int]()
-    for start, end in pairwise(borders):
-        segment = values[start:end]
-        kept |= {int(start + segment.argmin()), int(start + segment.argmax())}
-    return steps[sorted(kept)], values[sorted(kept)]
+        some = extremes(values, POINTS)
+        axes.plot(steps[some], values[some], color=style.colour, alpha=0.25, linewidth=0.8)
+    some = evenly(len(steps), most)
+    axes.plot(steps[some], average[some], **style.line, label=series.label)
 
 
 # --- the picture of `nlgrpo compare` ----------------------------------------------------------------------------------
@@ -490,6 +396,15 @@ def picture(draw: Callable[..., Figure]) -> Picture:
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=DPI)
         return Picture(png.getvalue(), _svg(figure), _svg(draw(narrow=True)))
+
+
+def render_png(draw: Callable[..., Figure]) -> bytes:
+    """Render the figure returned by ``draw()`` in the theme of the page, as a PNG."""
+    with mpl.rc_context(_theme(False)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        png = io.BytesIO()
+        draw().savefig(png, format="png", dpi=DPI)
+        return png.getvalue()
 
 
 def _svg(figure: Figure) -> str:

@@ -1,8 +1,8 @@
 """What the templates of a page show, and the templates' environment.
 
 All HTML, CSS and JavaScript is in the folder `templates`; Python fills the classes below with plain values. The page is
-one file: a template puts its style sheet and its script inside, and its content security policy allows that script
-alone, by its hash.
+one file: a template puts its style sheets and its scripts inside, and its content security policy allows these scripts
+alone, by their hashes. What scripts show is in the page as JSON.
 """
 
 from __future__ import annotations
@@ -56,31 +56,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A completion, and its length and rewards in words."""
-
-    completion: str
-    scores: str
-
-
-@dataclass(frozen=True)
-class ModelSamples:
-    """Completions of one model for a prompt. Without a ``style``, the name is not that of a model in the figures."""
-
-    name: str
-    style: Style | None
-    samples: Sequence[Sample]
-
-
-@dataclass(frozen=True)
-class PromptSamples:
-    """A prompt with the completions of all models."""
-
-    text: str
-    columns: Sequence[ModelSamples]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of the page with a heading. ``template``: the file that shows ``content``; ``about``: a line below it."""
 
@@ -117,6 +92,7 @@ def environment() -> Environment:
         return base64.b64encode(hashlib.sha256(source(file).encode()).digest()).decode()
 
     created.globals.update(source=source, sha256=sha256)
+    created.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return created
 
 

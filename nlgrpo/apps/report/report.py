@@ -22,9 +22,20 @@ from matplotlib.figure import Figure
 from nlgrpo import __version__
 from nlgrpo.apps.evaluate.named_models import split_label
 from nlgrpo.apps.evaluate.results import Entry
-from nlgrpo.apps.report import configurations, evaluation_figures, figures, page, run_loader, success_figures
+from nlgrpo.apps.report import (
+    charts,
+    completions,
+    configurations,
+    evaluation_figures,
+    figures,
+    logged,
+    page,
+    run_loader,
+    run_warnings,
+    success_figures,
+)
 from nlgrpo.apps.report.compare import TESTED, Setting, differences, format_p_value
-from nlgrpo.apps.report.page import Cell, ModelSamples, PromptSamples, Sample, Section, Table
+from nlgrpo.apps.report.page import Cell, Section, Table
 from nlgrpo.apps.report.run_loader import REFERENCE, TRAINING_KL, Model, ReportData
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of, where_same_rewards
 from nlgrpo.errors import UserError
@@ -43,11 +54,18 @@ from nlgrpo.training.evaluation_summary import (
 from nlgrpo.training.tracking import run_files
 
 FILE = run_files.REPORT_FILE
-PROMPTS = 8  # most prompts whose completions are shown
 KEYS = 12  # most configuration keys in the table of the models
+WARNINGS = 12  # most warnings at the top of the page
+PANELS = 12  # most panels of the picture of the training curves
 
 WALKS = "All saved answers to two mazes, those nearest to solved in a third of the samples before training."
-SMOOTHED = "Dark lines: moving average over 5% of the steps."
+CURVES = (
+    "Drag over a chart to look at some of the steps; a double click shows all. Dark lines: moving average over 5% of "
+    "the steps."
+)
+COMPLETIONS = (
+    "Marked: what best-of-N or worst-of-N of the reward's objective returns, of the first N completions of a prompt."
+)
 INTERVALS = "95% intervals over prompts, and over seeds where there are several."
 
 
@@ -82,7 +100,12 @@ def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = 
         title += f" and {len(paths) - 4} more"
     report = _Report(found, out)
     html = page.render(
-        "report.html", title=title, facts=report.facts(), notes=found.notes, sections=list(report.sections())
+        "report.html",
+        title=title,
+        facts=report.facts(),
+        warnings=report.warnings(),
+        notes=found.notes,
+        sections=list(report.sections()),
     )
     atomic_files.atomic_write_bytes(out, html.encode(errors="replace"))
     return out
@@ -125,54 +148,53 @@ class _Report:
         facts = []
         if len(models) != 1:
             facts.append(f"{len(models)} models")
-        if self.one is not None or any(model.logged for model in models):
+        if self.one is not None or any(len(model.logged) for model in models):
             facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
         if self.found.sampled:
             facts.append(f"evaluated on {sizes_of(self.found.sampled.values())}")
         return facts
 
+    def warnings(self) -> list[str]:
+        """What a reader should know first, with the name of the run if there are several."""
+        found = []
+        for model in self.found.models:
+            config = self.found.settings[model.settings].config
+            kl = next((e.estimate.value for e in model.entries if e.quantity == TRAINING_KL), math.nan)
+            for text in run_warnings.warnings_of(model.logged, config, kl):
+                found.append(text if self.one is not None else f"{model.label}: {text}")
+        if len(found) > WARNINGS:
+            found[WARNINGS:] = [f"{len(found) - WARNINGS} more warnings are left out."]
+        return found
+
     def sections(self) -> Iterator[Section]:
-        """Yield the sections that have content."""
+        """Yield the sections that have content: results first, then training, then single completions."""
         if self.one is not None:
             yield from _result(self.one, self.found)
         else:
             yield self.models()
         yield from self.differences()
-        yield from self.pictures()
+        yield from self.results()
+        yield from self.completions()
+        yield from self.training()
+        yield from self.distributions()
         yield from self.numbers()
-        yield from self.samples()
         yield self.settings()
 
     # --- pictures ---
 
-    def pictures(self) -> Iterator[Section]:
-        """Yield the figures that have data."""
+    def results(self) -> Iterator[Section]:
+        """Yield the figures of evaluations."""
         looks = self._renamed(self.looks)
         places = self._renamed(self.places)
-        sampled = self._renamed(self.found.sampled)
-
-        binary = binary_rewards(sampled)
-        if binary:
-            yield self._picture("Solved prompts", "successes", partial(success_figures.successes, sampled))
-        mazes = success_figures.maze_prompts(sampled)
-        if mazes:
-            yield self._picture("Walks", "walks", partial(success_figures.walks, sampled, mazes), WALKS)
-        if sampled:
-            targets = configurations.length_targets([settings.config for settings in self.found.settings.values()])
-            yield self._picture("Completion lengths", "lengths", partial(figures.lengths, sampled, looks, targets))
-        runs = self._renamed({model.label: model.logged for model in self.found.models if model.logged})
-        if runs:
-            yield self._picture("Training curves", "curves", partial(figures.curves, runs, looks), SMOOTHED)
-        names = {name for one in sampled.values() for name in one.rewards}
-        if names - set(binary):
-            yield self._picture("Rewards", "rewards", partial(figures.rewards, sampled, looks))
-
         table = evaluation_figures.Table(
             replace(entry, model=self.names.get(entry.model, entry.model)) for entry in self.found.entries
         )
         if table.quantities():
             draw = partial(evaluation_figures.best_of_n, table, looks)
             yield self._picture("Best-of-N rewards", "best_of_n", draw, INTERVALS)
+        sampled = self._renamed(self.found.sampled)
+        if binary_rewards(sampled):
+            yield self._picture("Solved prompts", "successes", partial(success_figures.successes, sampled))
         if evaluation_figures.has_win_rates(table):
             draw = partial(evaluation_figures.win_rates, table, looks, places)
             yield self._picture("Win rate over KL", "win_rates", draw, self._about_kl())
@@ -182,15 +204,53 @@ class _Report:
             about = f"Hollow points: another model is higher in both rewards. {INTERVALS}"
             yield self._picture("Reward trade-offs", "fronts", draw, about)
 
+    def training(self) -> Iterator[Section]:
+        """Yield the curves of logged metrics; the important ones are also saved as a picture."""
+        runs = {model.label: model.logged for model in self.found.models if len(model.logged)}
+        if not runs:
+            return
+        configs = {model.label: self.found.settings[model.settings].config for model in self.found.models}
+        objectives = {label: configurations.objectives(configs[label]) for label in runs}
+        looks = {}
+        if len(runs) > 1:
+            looks = {label: self.looks[label] for label in runs}
+            panels = logged.panels_of_runs(runs, objectives)
+        else:
+            [(label, of_run)] = runs.items()
+            panels = logged.panels_of_run(label, of_run, objectives[label])
+        rewards = list(dict.fromkeys(name for of_run in objectives.values() for name in of_run))
+        important = [panel for panel in panels if panel.important][:PANELS]
+        if important:
+            self._save("curves", figures.render_png(partial(figures.curves, important, looks, rewards)))
+        yield Section("Training curves", "charts.html", charts.charts(panels, looks, rewards), CURVES)
+
+    def distributions(self) -> Iterator[Section]:
+        """Yield the histograms of evaluations, and the walks through mazes."""
+        looks = self._renamed(self.looks)
+        sampled = self._renamed(self.found.sampled)
+        if not sampled:
+            return
+        mazes = success_figures.maze_prompts(sampled)
+        if mazes:
+            yield self._picture("Walks", "walks", partial(success_figures.walks, sampled, mazes), WALKS)
+        targets = configurations.length_targets([settings.config for settings in self.found.settings.values()])
+        yield self._picture("Completion lengths", "lengths", partial(figures.lengths, sampled, looks, targets))
+        names = {name for one in sampled.values() for name in one.rewards}
+        if names - set(binary_rewards(sampled)):
+            yield self._picture("Rewards", "rewards", partial(figures.rewards, sampled, looks))
+
     def _renamed(self, by_label: Mapping[str, Any]) -> dict[str, Any]:
         return {self.names.get(label, label): value for label, value in by_label.items()}
 
     def _picture(self, title: str, name: str, draw: Callable[..., Figure], about: str = "") -> Section:
         """Draw a figure, and save it as PNG."""
-        prefix = "" if self.out.name == FILE else f"{self.out.stem}-"
         drawn = figures.picture(draw)
-        atomic_files.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), drawn.png)
+        self._save(name, drawn.png)
         return Section(title, "picture.html", drawn, about)
+
+    def _save(self, name: str, png: bytes) -> None:
+        prefix = "" if self.out.name == FILE else f"{self.out.stem}-"
+        atomic_files.atomic_write_bytes(self.out.with_name(f"{prefix}{name}.png"), png)
 
     def _about_kl(self) -> str:
         about = f"Win rates: against the model's reference under the same procedure. {INTERVALS}"
@@ -201,26 +261,75 @@ class _Report:
     # --- tables ---
 
     def models(self) -> Section:
-        """Table of the models: style, state, logged steps, and the first configuration keys that differ."""
+        """Table of the models: rank, state, logged steps, main values, and the first configuration keys that differ."""
         keys = list(self.differing)[:KEYS]
-        trained = {model.label for model in self.found.models}
+        trained = {model.label: model for model in self.found.models}
+        quantity, ns = self._ranked_by()
+        table = evaluation_figures.Table(self.found.entries)
+        values = {label: [table.at(label, quantity, n) for n in ns] for label in self.looks}
+        ranking = []
+        for label in trained:
+            entry = values[label][-1] if ns else None
+            if entry is not None and not math.isnan(entry.estimate.value):
+                ranking.append((entry.estimate.value, label))
+        ranking.sort(key=lambda item: -item[0])
+        ranks = {label: str(1 + place) for place, (_, label) in enumerate(ranking)} if len(ranking) > 1 else {}
+
         rows = []
-        for label in self.looks:
-            if label not in trained:
-                empty = [Cell("") for _ in ("steps", *keys)]
-                rows.append([self._named(label), Cell("reference"), *empty])
-        for model in self.found.models:
-            steps = len(model.logged)
-            count = page.number(steps, str(steps)) if steps else page.number(math.nan, "-")
-            values = [Cell(self.differing[key].get(model.label, "")) for key in keys]
-            rows.append([self._named(model.label), Cell(model.state), count, *values])
-        about = ""
+        for label in self._in_order(ranks):
+            model = trained.get(label)
+            cells = [Cell(ranks.get(label, ""), sort=ranks.get(label, ""), number=True)] if ranks else []
+            cells.append(self._named(label))
+            cells += [_value(entry) for entry in values[label]]
+            if model is None:
+                cells += [Cell("reference"), page.number(math.nan, ""), *(Cell("") for _ in keys)]
+            else:
+                steps = len(model.logged)
+                cells += [Cell(model.state), page.number(steps or math.nan, str(steps) if steps else "-")]
+                cells += [Cell(self.differing[key].get(label, "")) for key in keys]
+            rows.append(cells)
+
+        binary = quantity in binary_rewards(self.found.sampled)
+        heads = ["rank"] if ranks else []
+        heads += ["model", *(_heading(quantity, n, binary=binary) for n in ns), "state", "steps", *keys]
+        about = []
+        if ranks:
+            about.append(f"Ranked by {heads[1 + len(ns)]}.")
         if len(rows) > figures.NAMED:
-            about = "Colours, lines and markers are those of the figures"
-            if len(trained) > 28:
-                about += "; they repeat after 28 models"
-            about += "."
-        return Section("Models", "table.html", Table(["model", "state", "steps", *keys], rows, "sorts"), about)
+            text = "Colours, lines and markers are those of the figures"
+            about.append(text + ("; they repeat after 28 models." if len(trained) > 28 else "."))
+        return Section("Models", "table.html", Table(heads, rows, "sorts"), " ".join(about))
+
+    def _in_order(self, ranks: Mapping[str, str]) -> list[str]:
+        """Labels of all models: the references first, then by rank, then those without one."""
+        trained = {model.label for model in self.found.models}
+        return sorted(self.looks, key=lambda label: (label in trained, int(ranks.get(label, len(trained) + 1))))
+
+    def _ranked_by(self) -> tuple[str, list[int]]:
+        """The reward that ranks the models, or the weighted sum of several, and its Ns: 1 and the largest trained one.
+
+        The second N is the largest N of a trained best-of-N that all models were evaluated at, or the nearest to 4.
+        """
+        table = evaluation_figures.Table(self.found.entries)
+        quantities = table.quantities()
+        if not quantities:
+            return "", []
+        quantity = WEIGHTED_SUM if WEIGHTED_SUM in quantities else quantities[0]
+        common: set[int] | None = None
+        for model in table.models:
+            ns = {n for kind, n in table.rows.get((model, quantity), {}) if kind == "bon"}
+            if ns:
+                common = ns if common is None else common & ns
+        if not common:
+            return quantity, []
+        trained = set()
+        for settings in self.found.settings.values():
+            for objective in configurations.objectives(settings.config).values():
+                kind, n = evaluation_figures.kind_and_n(objective)
+                if kind == "bon" and n in common:
+                    trained.add(n)
+        last = max(trained) if trained else min(common, key=lambda n: abs(n - 4))
+        return quantity, sorted({1, last} & common)
 
     def differences(self) -> Iterator[Section]:
         """Table of tests between the trained models: best-of-N of the first one less that of each other one."""
@@ -292,33 +401,26 @@ class _Report:
             page.number(entry.p_value, format_p_value(entry.p_value)),
         ]
 
-    # --- samples and settings ---
+    # --- completions and settings ---
 
-    def samples(self) -> Iterator[Section]:
-        """Saved completions of references and models side by side, with lengths and rewards."""
-        shown = {label: one for label, one in self.found.sampled.items() if one.prompts and one.completions}
-        each = 4 if len(shown) < 4 else 2 if len(shown) < 9 else 1  # completions of a model for a prompt
-        by_prompt: dict[str, list[ModelSamples]] = {}
-        for label, sampled in shown.items():
-            for prompt, text in enumerate(sampled.prompts[: len(sampled.completions)]):
-                columns = by_prompt.setdefault(text, [])
-                if sampled.prompts.index(text) == prompt:
-                    columns.append(self._column(label, sampled, prompt, each))
-        content = [PromptSamples(text, columns) for text, columns in by_prompt.items()][:PROMPTS]
-        if content:
-            yield Section("Samples", "samples.html", content)
-
-    def _column(self, label: str, sampled: EvaluationSamples, prompt: int, each: int) -> ModelSamples:
-        samples = []
-        for j, completion in enumerate(sampled.completions[prompt][:each]):
-            scores = [f"{sampled.lengths[prompt, j]} tokens"]
-            for name, values in sampled.rewards.items():
-                value = values[prompt, j].item()
-                scores.append(f"{name} {'-' if math.isnan(value) else f'{value:.3f}'}")
-            samples.append(Sample(completion, " · ".join(scores)))
-        if self.one is None:
-            return ModelSamples(label, self.looks[label], samples)
-        return ModelSamples("before training" if label == REFERENCE else "after training", None, samples)
+    def completions(self) -> Iterator[Section]:
+        """Yield the browser of the completions of evaluations and of training."""
+        names = {REFERENCE: "before training"} if self.one is not None else {}
+        if self.one is not None:
+            names[self.one.label] = "after training"
+        sampled = {names.get(label, label): one for label, one in self.found.sampled.items()}
+        sources = [completions.of_evaluation("evaluation", sampled)]
+        for model in self.found.models:
+            objectives = configurations.objectives(self.found.settings[model.settings].config)
+            for folder in model.folders:
+                name = "training" if self.one is not None else f"training of {model.label}"
+                if len(model.folders) > 1:
+                    name += f", {folder.name}"
+                sources.append(completions.of_training(folder, name, model.label, objectives))
+        known = [source for source in sources if source is not None and source.groups]
+        if known:
+            colours = {names.get(label, label): style.colour for label, style in self.looks.items()}
+            yield Section("Completions", "completions.html", completions.browser(known, colours), COMPLETIONS)
 
     def settings(self) -> Section:
         """All configurations with their library versions, and the versions that created this page."""
@@ -330,6 +432,19 @@ class _Report:
         here = {"nlgrpo": __version__, "torch": torch.__version__, "matplotlib": mpl.__version__}
         here["Python"] = platform.python_version()
         return Section("Settings", "settings.html", content, f"This page was created with {_versions(here)}")
+
+
+def _value(entry: Entry | None) -> Cell:
+    """Cell with a value and its interval; empty if it was not measured."""
+    if entry is None:
+        return page.number(math.nan, "")
+    return _estimate(entry.estimate, entry.estimate, "{:.4f}")
+
+
+def _heading(quantity: str, n: int, *, binary: bool) -> str:
+    if binary:
+        return f"{quantity} pass@{n}"
+    return f"{quantity} mean" if n == 1 else f"{quantity} bon:{n}"
 
 
 def _versions(found: Mapping[str, str]) -> str:

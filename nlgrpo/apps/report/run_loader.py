@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from nlgrpo.apps.evaluate import results
 from nlgrpo.apps.evaluate.named_models import split_label
 from nlgrpo.apps.evaluate.results import Entry, compared
 from nlgrpo.apps.report import configurations
+from nlgrpo.apps.report.logged import Logged, mean_over_runs, objective_text
 from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.engine.rollouts.evaluation_samples import (
     EVALUATION_FILE,
@@ -41,9 +42,6 @@ REFERENCE = "reference"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 TRAINING_KL = "kl/training"
 OF_A_RUN = (*configurations.FILES, run_files.METRICS_FILE, EVALUATION_FILE)
-LOGGED = re.compile(  # what the figures show
-    r"step|reward|rewards/.+/mean|objective/.+|kl|beta|completions/mean_length|loss|rewards/(margins|accuracies)|logps/.+"
-)
 
 
 @dataclass
@@ -57,12 +55,13 @@ class Model:
     name: str  # of its folder or in its evaluation; models with the same name share a colour
     settings: str  # key of its configuration in `ReportData.settings`
     state: str = ""
-    logged: list[dict[str, Any]] = field(default_factory=list)
+    logged: Logged = field(default_factory=Logged)
     sampled: EvaluationSamples | None = None
     reference: str = ""  # label of the reference that it is compared with
     entries: list[Entry] = field(default_factory=list)
     by_seed: dict[Any, EvaluationSamples] = field(default_factory=dict)
     given: str = ""  # the label that the user gave, of the whole sweep for its runs
+    folders: Sequence[Path] = ()  # of its run, or of the runs of its seeds
 
 
 @dataclass
@@ -184,11 +183,8 @@ def _unique(label: str, taken: set[str]) -> str:
 
 def objective_label(sampled: EvaluationSamples) -> str:
     """Legend label of a run: its objective, such as ``"bon:4"`` or ``"mean (GRPO)"``, or that of each reward."""
-    objectives = sampled.objectives
-    if len(set(objectives.values())) > 1:
-        return ", ".join(f"{name} {objective}" for name, objective in objectives.items())
-    objective = next(iter(objectives.values()))
-    return "mean (GRPO)" if objective == "mean" else objective
+    text = objective_text(sampled.objectives)
+    return "mean (GRPO)" if text == "mean" else text
 
 
 def _same(a: EvaluationSamples, b: EvaluationSamples) -> bool:
@@ -211,9 +207,9 @@ def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, named: bool, state: str = "") -> None:
     """Add the run in ``folder``; with ``named``, its notes begin with its label."""
     notes: list[str] = []
-    logged = _read_curves(folder / run_files.METRICS_FILE)
+    logged = Logged.read(folder / run_files.METRICS_FILE)
     found.settings[label] = Settings(configurations.read(folder, notes), versions(folder))
-    if not logged:
+    if not len(logged):
         notes.append(f"{run_files.METRICS_FILE} has no steps yet; the training curves are left out.")
     sampled = _read_samples(folder, notes)
     model = Model(
@@ -224,6 +220,7 @@ def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, n
         logged=logged,
         sampled=sampled.get("after"),
         given=given,
+        folders=[folder],
     )
     if len(sampled) == 2 and not comparable(list(sampled.values())):
         notes.append(
@@ -233,17 +230,6 @@ def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, n
     _evaluate_run(found, model, sampled)
     found.models.append(model)
     found.notes += [f"{label}: {note}" if named else note for note in notes]
-
-
-def _read_curves(path: Path) -> list[dict[str, Any]]:
-    """Load the metrics that figures show; the other ones are dropped to save memory."""
-    wanted: dict[str, bool] = {}
-    kept = []
-    for entry in run_files.read_jsonl(path):
-        for key in entry.keys() - wanted.keys():
-            wanted[key] = LOGGED.fullmatch(key) is not None
-        kept.append({key: value for key, value in entry.items() if wanted[key]})
-    return kept
 
 
 def versions(run: Path) -> dict[str, str]:
@@ -318,15 +304,16 @@ def _can_be_shown(text: str, n: int) -> bool:
     return True
 
 
-def _training_kl(logged: Sequence[Mapping[str, Any]]) -> float:
+def _training_kl(logged: Logged) -> float:
     """KL per completion in nats: KL per token times length, over the last 10% of the steps; NaN if not logged."""
-    known = []
-    for entry in logged[-max(1, len(logged) // 10) :]:
-        per_token = entry.get("kl")
-        length = entry.get("completions/mean_length")
-        if isinstance(per_token, int | float) and isinstance(length, int | float):
-            known.append(per_token * length)
-    return sum(known) / len(known) if known else math.nan
+    per_token = logged.metrics.get("kl")
+    length = logged.metrics.get("completions/mean_length")
+    if per_token is None or length is None:
+        return math.nan
+    last = slice(-max(1, len(logged) // 10), None)
+    products = (per_token * length)[last]
+    known = products[~np.isnan(products)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _read_sweep(found: ReportData, folder: Path, given: str, taken: set[str]) -> None:
@@ -405,7 +392,8 @@ def _of_seeds(found: ReportData, by_seed: Mapping[Any, Model], taken: set[str]) 
     for model in models:
         del found.settings[model.label]
     states = dict.fromkeys(model.state for model in models)
-    joined = Model(label, label, label, ", ".join(states), _mean_over_seeds(models), after)
+    joined = Model(label, label, label, ", ".join(states), mean_over_runs([model.logged for model in models]), after)
+    joined.folders = [folder for model in models for folder in model.folders]
     joined.by_seed = {seed: model.sampled for seed, model in ordered.items() if model.sampled is not None}
     _evaluate_run(found, joined, {"before": before, "after": after})
     return joined
@@ -421,23 +409,6 @@ def _name_without_seed(model: Model) -> str:
         return ",".join(kept)
     assert model.sampled is not None
     return objective_label(model.sampled)
-
-
-def _mean_over_seeds(models: Sequence[Model]) -> list[dict[str, Any]]:
-    """Means of the logged metrics over runs, for the steps and metrics that all of them have."""
-    rows = []
-    for of_step in zip(*(model.logged for model in models), strict=False):
-        means = {}
-        for key in of_step[0]:
-            values = [row.get(key) for row in of_step]
-            if all(_is_number(value) for value in values):
-                means[key] = sum(values) / len(values)
-        rows.append(means)
-    return rows
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
@@ -462,7 +433,8 @@ def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str
         taken.add(unique)
         entries = [replace(entry, model=unique) for entry in rows if entry.model == name]
         state = "evaluated" if entries or name in sampled else "not evaluated"
-        found.models.append(Model(unique, name, label, state, [], sampled.get(name), reference, entries))
+        model = Model(unique, name, label, state, sampled=sampled.get(name), reference=reference, entries=entries)
+        found.models.append(model)
     found.notes += [f"{label}: {note}" for note in notes]
 
 

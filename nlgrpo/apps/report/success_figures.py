@@ -54,7 +54,7 @@ def successes(sampled: Mapping[str, EvaluationSamples], *, narrow: bool = False)
     for axes, name in zip(panels, names, strict=True):
         having = {label: one.rewards[name] for label, one in sampled.items() if name in one.rewards}
         _stacked(axes, having)
-        axes.set_title(f"{shortened(name, 40)}: prompts by the share of their samples that are right")
+        axes.set_title(f"{shortened(name, 20 if narrow else 40)}: share of right samples")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3 if narrow else len(GROUPS))
     return figure

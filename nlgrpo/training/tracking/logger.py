@@ -78,7 +78,7 @@ class MetricsLogger:
             tracker.log(step, metrics)
 
     def table(self, step: int, rows: Sequence[Sample]) -> None:
-        """Print sampled completions, their rewards and advantages, and append them to ``samples.jsonl``."""
+        """Append completions of a prompt with rewards and advantages to ``samples.jsonl``, and print the first ones."""
         if not self.enabled or not rows:
             return
         with atomic_files.into(self._run):

@@ -19,6 +19,7 @@ from nlgrpo.runtime.timing import as_clock
 
 PLAIN_WIDTH = 120  # columns of a log file
 TABLE_WIDTH = 240  # columns of a log file for a table with a column per model
+SAMPLES = 4  # completions in the table of a step
 PLAIN_LINES = 40  # approximate number of progress lines of a run in a log file
 WIDE = 110  # columns of a terminal that has room for a bar and the phases
 
@@ -50,6 +51,8 @@ class Sample:
     advantage: float
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns that rewards logged for this completion."""
+    tokens: int | None = None
+    """Length of the completion."""
 
 
 class ProgressLine:
@@ -128,7 +131,7 @@ class _WithPhases(Progress):
 
 
 def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") -> Table:
-    """Table of sampled completions with rewards, linearized rewards, the advantage, and columns that rewards logged."""
+    """Table of the first completions: rewards, linearized rewards, the advantage, and columns that rewards logged."""
     title = f"samples at step {step} (lin.: linearized reward)"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("prompt", max_width=24)
@@ -138,7 +141,7 @@ def samples_table(step: int, rows: Sequence[Sample], encoding: str = "utf-8") ->
         table.add_column(Text(heading), justify="right", min_width=7)
     for heading in rows[0].extra:
         table.add_column(_printable(heading, encoding), max_width=24)
-    for row in rows:
+    for row in rows[:SAMPLES]:
         # Show the end of a long prompt and the start of the completion, which continues it.
         prompt = row.prompt if len(row.prompt) <= 48 else "..." + row.prompt[-45:]
         completion = row.completion if len(row.completion) <= 96 else row.completion[:93] + "..."
