@@ -29,7 +29,7 @@ help:  ## this list
 .PHONY: train test test-slow test-records test-vllm test-oldest test-newest test-asan fuzz chaos gpu gpu-tables check docs wheels clean
 
 train: $(VENV)/installed  ## install into .venv and train (ARGS="..": arguments of nlgrpo train)
-	$(RUN)torchrun --standalone --nproc-per-node=1 nlgrpo/train.py $(ARGS)
+	$(RUN)nlgrpo train $(ARGS)
 
 # One process per core, up to four, with one thread each. Files are distributed in the order of tests/conftest.py.
 PYTEST := NLGRPO_BUILD_EXT=1 OMP_NUM_THREADS=1 $(RUN)python -m pytest -n auto --maxprocesses 4 --dist loadfile \

@@ -12,8 +12,9 @@ Read `train.py` first: one training step on one screen. Rooms, from the top down
     runtime                 processes, files, clocks
     kernels                 fused ops (the folder ``kernels/`` of the repository)
 
-``errors`` has `UserError`, and how a command ends. ``integrations`` is for users of other trainers. ``aggregation``,
-``diversity``, ``ecdf``, ``inference`` and ``variational`` have the public names of modules that live inside a room.
+``errors`` has `UserError`, and how a command ends; ``sections`` the parts of a configuration that rooms below
+``config`` take. ``integrations`` is for users of other trainers. ``aggregation``, ``diversity``, ``ecdf``,
+``inference`` and ``variational`` have the public names of modules that live inside a room.
 """
 
 from nlgrpo.errors import UserError

@@ -107,6 +107,10 @@ COMMANDS = {
 }
 
 
+# Where --help is answered without PyTorch, which takes seconds to import.
+HELP = {"train": "nlgrpo.config.recipes:from_arguments"}
+
+
 def completion(arguments: Sequence[str]) -> int:
     """Run ``nlgrpo completion``, the only command that needs the table of commands."""
     run: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.shell").print_completion
@@ -148,7 +152,9 @@ def _run(arguments: Sequence[str]) -> int:
         longer = [name for name in COMMANDS if arguments[0] and name.startswith(arguments[0])]
         hint = did_you_mean(longer[:1] or nearest(arguments[0], COMMANDS), f"; the commands are: {', '.join(COMMANDS)}")
         raise UserError(f"unknown command {arguments[0]!r}{hint}")
-    module, function = COMMANDS[arguments[0]][0].split(":")
+    wants_help = {"-h", "--help"} & set(arguments)
+    place = HELP.get(arguments[0]) if wants_help else None
+    module, function = (place or COMMANDS[arguments[0]][0]).split(":")
     command_line.check_arguments(arguments[1:], grid=arguments[0] == "sweep")
     with disk_errors():
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))

@@ -22,8 +22,9 @@ the plan and trains nothing.
 --rewards.NAME.function adds the reward NAME to those of the recipe. To replace the rewards, start from the recipe
 `blank`, or use a file with a [rewards] table. A reward of weight 0 is only logged.
 
-The defaults below are those of `{recipe}`. `nlgrpo train RECIPE --help` shows those of another recipe. A file that
-names no recipe starts from `blank`, and its paths are relative to the working directory."""
+The defaults below are {recipe}. `nlgrpo train RECIPE --help` shows those of a recipe, and `nlgrpo train file.toml
+--help` those of a file. Without a recipe and a file, `nlgrpo train` runs the recipe `maze`. Paths in a file are
+relative to the working directory."""
 
 
 def key_types(config: type) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
             rewards[named[1]] = RewardConfig()
     if not rewards and {"-h", "--help"} & set(arguments):
         rewards["NAME"] = RewardConfig()
-    about = ABOUT.replace("{recipe}", config.recipe)
+    described = "those that a file starts from" if config.recipe == "blank" else f"those of `{config.recipe}`"
+    about = ABOUT.replace("{recipe}", described)
     return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=about)
 
 

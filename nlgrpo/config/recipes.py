@@ -225,11 +225,16 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     if files:
         cfg = _of_file(files[0], names[0] if names else None)
     else:
-        cfg = recipe(names[0] if names else DEFAULT)
+        cfg = recipe(names[0] if names else _without_a_name(rest))
     cfg = override(cfg, rest)
     if files:
         _check_paths(cfg, files[0])
     return cfg, dry_run
+
+
+def _without_a_name(arguments: Sequence[str]) -> str:
+    """Return the recipe of a command that names none: ``--help`` shows the defaults that a file starts from."""
+    return "blank" if {"-h", "--help"} & set(arguments) else DEFAULT
 
 
 def _of_file(path: Path, name: str | None) -> Config:

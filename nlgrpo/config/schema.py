@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import tyro
 
 from nlgrpo.errors import UserError, did_you_mean, nearest
-from nlgrpo.kernels.reference import PolicyLossSettings
-from nlgrpo.model.lora import LoraConfig
-from nlgrpo.objectives.advantages import Baseline
-from nlgrpo.runtime.distributed import ParallelConfig
 from nlgrpo.runtime.supervision.phases import TimeLimits
+from nlgrpo.sections import Baseline, LoraConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    from nlgrpo.kernels.reference import PolicyLossSettings
 
 MINIMUM_WINDOW = 20  # values that a band of divergence.window needs
 PATIENCE = 6  # times train.timeout, where a run waits for vLLM, environments and disks
@@ -458,6 +458,8 @@ class LossConfig:
 
     def settings(self, beta: float) -> PolicyLossSettings:
         """Return the settings of the policy's loss with a KL weight of ``beta``."""
+        from nlgrpo.kernels.reference import PolicyLossSettings  # PyTorch
+
         return PolicyLossSettings(
             eps_low=self.eps_low,
             eps_high=self.eps_high,

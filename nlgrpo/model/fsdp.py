@@ -21,7 +21,8 @@ from nlgrpo.model import lora, shards
 from nlgrpo.model.decoder import Block, Decoder
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import atomic_files
-from nlgrpo.runtime.distributed import ParallelConfig, Ranks
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.sections import ParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

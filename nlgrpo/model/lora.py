@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,56 +23,10 @@ from nlgrpo.errors import UserError
 from nlgrpo.kernels import linear
 from nlgrpo.model import shards
 from nlgrpo.model.architectures import Shape, tensor_map
+from nlgrpo.sections import ALL_LINEAR, LoraConfig
 
-ALL = "all-linear"  # PEFT's name for all linear layers but the head
 HEAD = "lm_head"  # transformers' name of the head; GPT-NeoX stores it as "embed_out"
 PROJECTIONS = ("qkv", "out", "up", "down")  # linear layers of a block
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters (LoRA) that are trained instead of the weights; the reference is the model without them."""
-
-    rank: int = 0
-    """Rank r of the adapters. 0: all weights are trained, without adapters."""
-    alpha: float = 32.0
-    """An adapter is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout on the input of the adapters, in the loss only."""
-    target_modules: tuple[str, ...] = (ALL,)
-    """Linear layers with an adapter, by their Hugging Face names such as "q_proj", or "all-linear": attention and
-    feed-forward of every layer."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead (rsLoRA), which suits large ranks."""
-    modules_to_save: tuple[str, ...] = ()
-    """Embeddings and head that are trained in full, by their Hugging Face names such as "embed_tokens", "lm_head"."""
-    path: str = ""
-    """Adapter in PEFT's format to continue. It defines the keys above; leave rank at 0."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.rank > 0 or bool(self.path)
-
-    @property
-    def scaling(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    def faults(self) -> list[str]:
-        """List the values that are out of range."""
-        allowed = {
-            "rank": (">= 0 (0: no adapters)", self.rank >= 0),
-            "alpha": ("> 0", 0 < self.alpha < math.inf),
-            "dropout": ("in [0, 1)", 0 <= self.dropout < 1),
-            "target_modules": ("one or more names", len(self.target_modules) > 0),
-        }
-        faults = [
-            f"lora.{k} = {getattr(self, k)!r}: allowed is {what}" for k, (what, good) in allowed.items() if not good
-        ]
-        if self.path and self.rank:
-            faults.append(
-                f"lora.rank = {self.rank} with lora.path = {self.path!r}: the adapter defines its rank; leave 0"
-            )
-        return faults
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -187,10 +140,10 @@ def check_layers(config: LoraConfig, shape: Shape) -> None:
     layers = layer_names(shape)
     saved = saved_names(shape)
     for name in config.target_modules:
-        if name not in (ALL, *layers):
+        if name not in (ALL_LINEAR, *layers):
             raise UserError(
                 f"lora.target_modules: a {shape.family} model has no linear layer {name!r}; it has "
-                f"{', '.join(layers)}, or {ALL!r} for all of them"
+                f"{', '.join(layers)}, or {ALL_LINEAR!r} for all of them"
             )
     for name in config.modules_to_save:
         if name not in saved:
@@ -205,7 +158,7 @@ def check_layers(config: LoraConfig, shape: Shape) -> None:
 def targets(config: LoraConfig, shape: Shape) -> list[str]:
     """Hugging Face names of the layers with adapters."""
     layers = layer_names(shape)
-    return layers if ALL in config.target_modules else [name for name in layers if name in config.target_modules]
+    return layers if ALL_LINEAR in config.target_modules else [name for name in layers if name in config.target_modules]
 
 
 def count(config: LoraConfig, shape: Shape) -> int:

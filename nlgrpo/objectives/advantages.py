@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Baseline = Literal["mean", "loo", "none"]
+from nlgrpo.sections import Baseline
 
 
 def centre(linear: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""Tables of names and texts, in which every command prints its plan, and sizes."""
+"""What commands print: tables of names and texts, sizes, and how a command is started again."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,3 +44,20 @@ def size(number: float) -> str:
             return f"{number:.0f} {unit}" if unit in ("B", "KiB") else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
+
+
+def how_to_resume() -> str:
+    """Return what to do to continue a command that was stopped: ``"resume with: nlgrpo train my.toml"``.
+
+    A launcher such as torchrun knows its own arguments only, so its command is not named.
+    """
+    program, *arguments = sys.argv
+    if os.path.basename(program) != "nlgrpo" or "RANK" in os.environ:
+        return "run the same command again to resume"
+    found = shutil.which("nlgrpo")
+    if found is not None and os.path.samefile(found, program):
+        program = "nlgrpo"
+    elif os.path.isabs(program):
+        beside = os.path.relpath(program)
+        program = program if beside.startswith("..") else beside
+    return f"resume with: {shlex.join([program, *arguments])}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -94,28 +94,3 @@ class Ranks:
     def share(self, total: int) -> slice:
         """Return this rank's slice of ``total`` items, which are split over the ranks."""
         return slice(self.rank * total // self.world, (self.rank + 1) * total // self.world)
-
-
-@dataclass
-class ParallelConfig:
-    """How models are sharded over the ranks."""
-
-    replicate: int = 1
-    """Number of replicas of the sharded models (HSDP), such as the number of nodes: each replica is sharded over
-    ranks / replicate ranks, so parameters are gathered within a replica, and only gradients are summed over replicas.
-    1: every model is sharded over all ranks."""
-    reshard_after_forward: bool = True
-    """Free the gathered parameters of a block after its forward pass, and gather them again in the backward pass. false
-    keeps them: less communication, and the memory of the whole model in the compute dtype."""
-    gather_for_sampling: Literal["model", "block"] = "model"
-    """Parameters that are gathered for sampling. "model": the whole model once, which is fastest. "block": each block
-    for each token, for a model that is larger than a GPU."""
-    offload: bool = False
-    """Keep the shards of parameters, gradients and optimizer states in the memory of the host, where the optimizer runs
-    too, and copy each block to the GPU while it computes. It is slower; on a CPU it saves nothing."""
-
-    def faults(self, world: int) -> list[str]:
-        """List the values that do not fit ``world`` ranks."""
-        if self.replicate >= 1 and world % self.replicate == 0:
-            return []
-        return [f"parallel.replicate = {self.replicate}: allowed is a divisor of the number of ranks, {world}"]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import nlgrpo
 from nlgrpo import cli
 from nlgrpo.config.recipes import RECIPES
 from nlgrpo.model import hf_weights
+from nlgrpo.runtime.console import how_to_resume
 
 
 @pytest.fixture
@@ -154,6 +156,45 @@ def test_every_command_has_help(command, call):
     status, out, _ = call(command, "--help")
     assert status == 0
     assert out.startswith(f"usage: nlgrpo {command}")
+
+
+@pytest.mark.parametrize("command", ["train", "report", "compare", "watch", "push"])
+def test_help_takes_no_second(command):
+    """PyTorch, transformers and matplotlib take several."""
+    script = (
+        "import sys\nfrom nlgrpo import cli\n"
+        f"try: cli.main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # of the processor, in any load
+
+
+@pytest.mark.parametrize(
+    ("program", "environment", "expected"),
+    [
+        ("nlgrpo", {}, "resume with: nlgrpo train 'my run.toml'"),
+        ("venv/bin/nlgrpo", {}, "resume with: venv/bin/nlgrpo train 'my run.toml'"),
+        ("train.py", {}, "run the same command again to resume"),
+        ("nlgrpo", {"RANK": "0"}, "run the same command again to resume"),  # of torchrun
+    ],
+)
+def test_a_command_that_was_stopped_says_how_to_resume(tmp_path, monkeypatch, program, environment, expected):
+    installed = tmp_path / "bin" / "nlgrpo"
+    local = tmp_path / "work" / "venv" / "bin" / "nlgrpo"
+    for path in (installed, local):
+        path.parent.mkdir(parents=True)
+        path.touch(0o755)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PATH", str(installed.parent))
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started = {"nlgrpo": installed, "venv/bin/nlgrpo": local}.get(program, program)
+    monkeypatch.setattr(sys, "argv", [str(started), "train", "my run.toml"])
+    assert how_to_resume() == expected
 
 
 def test_version(call):

@@ -199,7 +199,7 @@ def test_runs_share_one_legend_that_hides_their_curves(window, report, folders):
     names = window.run("[...document.querySelectorAll('#charts-legend button')].map(b => b.textContent)")
     assert len(names) == 3
     assert names[0] == folders[0].name
-    shown = "[...document.querySelectorAll('#charts .uplot')].flatMap(u => [...u.querySelectorAll('.u-legend .u-off')]).length"
+    shown = "document.querySelectorAll('#charts .u-legend .u-off').length"
     assert window.run(shown) == 0
     window.run("document.querySelectorAll('#charts-legend button')[1].click()")
     charts = window.run("document.querySelectorAll('#charts .uplot').length")

@@ -434,13 +434,22 @@ def test_paths_in_a_file_are_relative_to_the_working_directory(tmp_path, monkeyp
     read("configs/mine.toml")  # nowhere: the reader of the file says so
 
 
-@pytest.mark.parametrize("name", ["", "length-bon", "blank"])
-def test_help_says_whose_defaults_it_shows(capsys, name):
+@pytest.mark.parametrize(
+    ("name", "whose", "source"),
+    [
+        ("", "those that a file starts from", "''"),
+        ("blank", "those that a file starts from", "''"),
+        ("length-bon", "those of `length-bon`", "story-prompts"),
+        ("mine.toml", "those of `mine`", "mine.jsonl"),
+    ],
+)
+def test_help_says_whose_defaults_it_shows(capsys, tmp_path, monkeypatch, name, whose, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('[data]\nsource = "mine.jsonl"\n')
     with pytest.raises(SystemExit):
         read(*[name] * bool(name), "--help")
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"The defaults below are those of `{name or 'maze'}`." in shown
-    source = {"": "maze-train", "length-bon": "story-prompts", "blank": "''"}[name]
+    assert f"The defaults below are {whose}." in shown
     assert f"(default: {source})" in shown
 
 

@@ -16,8 +16,8 @@ from nlgrpo import train
 from nlgrpo.kernels import linear_logprob
 from nlgrpo.model import adapters, decoder, fsdp
 from nlgrpo.model.lora import LoraConfig
-from nlgrpo.runtime.distributed import ParallelConfig
 from nlgrpo.runtime.supervision import process_group
+from nlgrpo.sections import ParallelConfig
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("no_figures", "one_thread")

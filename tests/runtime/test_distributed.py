@@ -21,7 +21,8 @@ from nlgrpo.model.lora import LoraConfig
 from nlgrpo.objectives.advantages import advantages as to_advantages
 from nlgrpo.runtime import checkpoint
 from nlgrpo.runtime.device import MicroBatchLimit
-from nlgrpo.runtime.distributed import ParallelConfig, Ranks
+from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.sections import ParallelConfig
 from nlgrpo.training import critic, offline
 from nlgrpo.training.learner import Learner, make_optimizer
 

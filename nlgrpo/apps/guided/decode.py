@@ -24,7 +24,7 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
 from nlgrpo.engine import transformers_backend
 from nlgrpo.runtime import atomic_files
-from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.console import how_to_resume, named_lines
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.dry_run:
             return 0
         if not run(comparison):
-            say("stopped and saved; run the same command again to resume")
+            say(f"stopped and saved; {how_to_resume()}", highlight=False, soft_wrap=True)
         elif ranks.first:
             found = results(comparison)
             atomic_files.atomic_write(comparison.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")

@@ -33,7 +33,7 @@ from nlgrpo.engine.rollouts.collect import refuse_pairwise
 from nlgrpo.errors import UserError
 from nlgrpo.model import reward_model
 from nlgrpo.runtime import atomic_files, cpu_threads
-from nlgrpo.runtime.console import named_lines
+from nlgrpo.runtime.console import how_to_resume, named_lines
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(loop: Loop) -> None:
     say = loop.queue.console.print
     if not loop.run():
-        say("stopped and saved; run the same command again to resume")
+        say(f"stopped and saved; {how_to_resume()}", highlight=False, soft_wrap=True)
     elif loop.queue.ranks.first:
         with atomic_files.into(loop.folder):
             compressed = loop.compressed if loop.options.compress else None

@@ -1,6 +1,6 @@
 """The commands ``nlgrpo report``, ``compare``, ``watch`` and ``push``: their options and what they print.
 
-They import what draws when they run: matplotlib takes a second.
+They import what draws after they have read their options: matplotlib takes a second, and ``--help`` needs none.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Report:
 
 def write_report(arguments: Sequence[str]) -> int:
     """Write the page and print its path."""
+    options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
     from nlgrpo.apps.report import report
 
-    options = tyro.cli(Report, args=list(arguments), prog="nlgrpo report")
     print(report.write_report(options.folders, options.out))
     return 0
 
@@ -53,9 +53,9 @@ class Compare:
 
 def compare(arguments: Sequence[str]) -> int:
     """Draw the picture and print its path."""
+    options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
     from nlgrpo.apps.report import compare as comparison
 
-    options = tyro.cli(Compare, args=list(arguments), prog="nlgrpo compare")
     print(comparison.compare(options.runs, options.out))
     return 0
 
@@ -77,9 +77,9 @@ class Watch:
 
 def watch(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C."""
+    options = tyro.cli(Watch, args=list(arguments), prog="nlgrpo watch")
     from nlgrpo.apps.report import live_report
 
-    options = tyro.cli(Watch, args=list(arguments), prog="nlgrpo watch")
     if not options.folders:
         raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
     with tempfile.TemporaryDirectory(prefix="nlgrpo-watch-") as folder:

@@ -29,7 +29,7 @@ from nlgrpo.engine import transformers_backend
 from nlgrpo.engine.rollouts import reference_rollouts
 from nlgrpo.engine.rollouts.inputs import unread_files
 from nlgrpo.errors import UserError
-from nlgrpo.runtime.console import first_tokens, named_lines
+from nlgrpo.runtime.console import first_tokens, how_to_resume, named_lines
 from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import as_clock
@@ -133,7 +133,7 @@ def _run(job: Job, options: Options) -> None:
     say = partial(job.queue.console.print, highlight=False, soft_wrap=True)
     drawn = roll_out(job, open_folder(job))
     if drawn is None:
-        say("stopped and saved; run the same command again to resume")
+        say(f"stopped and saved; {how_to_resume()}")
     elif job.queue.ranks.first:
         rollouts = reference_rollouts.load_rollouts(job.folder)
         say(table(rollouts))

@@ -37,6 +37,7 @@ from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import dashed
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, sizes_of
 from nlgrpo.errors import UserError
+from nlgrpo.runtime.console import how_to_resume
 from nlgrpo.training.evaluation_summary import Row, format_interval, summarize
 from nlgrpo.training.tracking import run_files, terminal
 
@@ -161,7 +162,7 @@ def run(
         print(f"failed: {point.name}: {point.error}\n  log: {point.log}; --retry runs it again")
         print("".join(f"  | {line}\n" for line in last_lines(point)), end="")
     if stopped:
-        print("stopped; run the same command again to resume")
+        print(f"stopped; {how_to_resume()}")
     return 1 if failed and not stopped else 0
 
 
