@@ -528,7 +528,7 @@ class LoopConfig:
     async_save: bool | None = free(None)
     """Write checkpoints while training continues, from a copy in the memory of the host. None: with GPUs."""
     track: tuple[str, ...] = free(())
-    """Trackers that get the metrics: "wandb", "trackio", "mlflow", "tensorboard"."""
+    """Trackers that get the metrics: "wandb", "trackio", "mlflow", "comet", "tensorboard"."""
     project: str = free("nlgrpo")
     """Project of the run in W&B and Trackio, and its experiment in MLflow."""
     run_name: str = free("")

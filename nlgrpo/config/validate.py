@@ -25,7 +25,14 @@ from nlgrpo.objectives import aggregation, registry
 from nlgrpo.objectives.majority import MOST_VOTES
 from nlgrpo.runtime import secrets, user_code
 
-TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
+# module of each tracker
+TRACKERS = {
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "comet": "comet_ml",
+    "tensorboard": "tensorboard",
+}
 ENVIRONMENT_DATA = ("shuffle", "limit", "chat_template_kwargs")  # what an environment takes of [data]
 
 
@@ -111,7 +118,7 @@ def tracker_faults(names: Sequence[str]) -> list[str]:
     unknown = [name for name in names if name not in TRACKERS]
     if unknown:
         return [f"train.track = {list(names)}: allowed are {', '.join(map(repr, TRACKERS))}"]
-    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    absent = [name for name in names if importlib.util.find_spec(TRACKERS[name]) is None]
     return [f"train.track has {name!r}, which is not installed: run pip install nlgrpo[{name}]" for name in absent]
 
 

@@ -591,7 +591,7 @@ def test_processes_are_given_once(tmp_path, capsys):
         ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation = 'normalize_then_sum'"),
         ({"model_init_kwargs": '{"revision": "v1"}'}, "model_init_kwargs.revision = 'v1'"),
         ({"save_strategy": "best"}, "save_strategy = 'best'"),
-        ({"report_to": ["comet_ml"]}, "report_to = 'comet_ml'"),
+        ({"report_to": ["clearml"]}, "report_to = 'clearml'"),
         ({"datasets": [{"path": "a"}, {"path": "b"}]}, "TRL concatenates a, b"),
         ({"datasets": [{"path": "a", "columns": ["x"]}]}, "datasets.columns = ['x']"),
         ({"use_vllm": True}, "completions are weighted in the objectives, too"),

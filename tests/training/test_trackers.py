@@ -6,14 +6,18 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 import types
+import zipfile
 
 import pytest
 from support import browser
+from support.helpers import REPOSITORY
+from support.wandb_files import records
 
 from nlgrpo import train
 from nlgrpo.config.comparing import flat
@@ -97,6 +101,27 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(tmp_path, monke
     assert warnings == [
         f"warning: train.track: fake gets nothing more: {reason}. Training continues; metrics.jsonl is complete."
     ]
+
+
+def test_a_tracker_that_cannot_begin_says_so_before_the_first_step(tmp_path, monkeypatch, capsys):
+    def begin(run, memory):
+        time.sleep(0.3)
+        raise PermissionError("the folder cannot be written")
+
+    monkeypatch.setitem(sys.modules, "nlgrpo.training.tracking.fake_tracker", types.SimpleNamespace(begin=begin))
+    trackers.start(TrackedRun(trackers=("fake",), project="p", name="n", config={}), tmp_path, 0)
+    assert "fake gets nothing more: PermissionError: the folder cannot be written" in capsys.readouterr().err
+
+
+def test_a_tracker_that_hangs_at_its_start_delays_a_run_by_seconds_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "FIRST_CALL", 0.2)
+    gate = threading.Event()
+    begin = types.SimpleNamespace(begin=lambda run, memory: gate.wait(30))
+    monkeypatch.setitem(sys.modules, "nlgrpo.training.tracking.fake_tracker", begin)
+    start = time.monotonic()
+    trackers.start(TrackedRun(trackers=("fake",), project="p", name="n", config={}), tmp_path, 0)
+    assert 0.2 <= time.monotonic() - start < 5
+    gate.set()
 
 
 def test_a_tracker_that_hangs_does_not_delay_training(monkeypatch, capsys):
@@ -206,39 +231,6 @@ def test_wandb_offline(wandb, tmp_path, monkeypatch):
     assert first["stats"]  # system metrics
 
 
-def blocks(content, size=32768):
-    """Records of a LevelDB log after a header of 7 bytes, W&B's file for uploads. Large ones are in several pieces."""
-    place, whole = 7, b""
-    while place + 7 <= len(content):
-        if size - place % size < 7:  # no room for a header: zeros up to the next block
-            place += size - place % size
-            continue
-        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
-        whole += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # full, or the last piece
-            yield whole
-            whole = b""
-
-
-def records(path):
-    """The run, the rows of its history, and the number of its system metrics."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found = {"history": [], "stats": 0, "run": None}
-    for block in blocks(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(block)
-        kind = record.WhichOneof("record_type")
-        if kind == "run" and found["run"] is None:
-            found["run"] = record.run
-        elif kind == "history":
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            found["history"].append(row)
-        found["stats"] += kind in ("stats", "environment")
-    return found
-
-
 @pytest.mark.usefixtures("wandb")
 def test_wandb_without_a_key_does_not_ask_for_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -250,13 +242,35 @@ def test_wandb_without_a_key_does_not_ask_for_one(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().err.count(warning) == 1
 
 
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """MLflow as it is after a start, in a folder of the test."""
+    found = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    found.set_tracking_uri(None)
+    yield found
+    os.environ.pop("MLFLOW_ALLOW_FILE_STORE", None)
+    found.set_tracking_uri(None)
+
+
 @pytest.mark.usefixtures("no_warnings")
-def test_mlflow(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+@pytest.mark.parametrize("store", ["default", "folder", "sqlite", "skinny"])
+def test_mlflow(tmp_path, monkeypatch, mlflow, store):
+    """In the store that it has by default, in those that a user names, and in that of mlflow-skinny alone."""
+    if store == "folder":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    elif store == "sqlite":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mine.db")
+    elif store == "skinny":
+        from nlgrpo.training.tracking import mlflow_tracker
+
+        monkeypatch.setattr(mlflow_tracker, "_has_sqlalchemy", lambda: False)
     log_run(tmp_path / "run", "mlflow", 5)
     log_run(tmp_path / "run", "mlflow", 3, resume_step=5)
+    written = {"default": "mlflow.db", "folder": "store", "sqlite": "mine.db", "skinny": "mlruns"}[store]
+    assert (tmp_path / written).exists()
     client = mlflow.MlflowClient()
     [run] = client.search_runs([client.get_experiment_by_name("best-of-n").experiment_id])
     assert run.info.run_name == "first"
@@ -269,6 +283,48 @@ def test_mlflow(tmp_path, monkeypatch):
     table = mlflow.load_table("completions.json", run_ids=[run.info.run_id])
     assert table["completion"].tolist() == [" a | b\nc", " words"] * 2
     assert table["advantage"].tolist() == [-1.5, 1.5] * 2
+
+
+def comet_messages(path):
+    """What an offline archive of Comet would upload."""
+    with zipfile.ZipFile(path) as archive:
+        return [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
+
+
+@pytest.mark.usefixtures("no_warnings")
+def test_comet_offline(tmp_path, monkeypatch):
+    pytest.importorskip("comet_ml")
+    monkeypatch.setenv("COMET_MODE", "offline")
+    log_run(tmp_path, "comet", 5)
+    log_run(tmp_path, "comet", 3, resume_step=5)
+    archives = sorted((tmp_path / "comet").glob("*.zip"), key=lambda path: path.stat().st_mtime)
+    assert len(archives) == 2
+    key = json.loads((tmp_path / run_files.TRACKERS_FILE).read_text())["comet"]
+    logged, parameters = [], {}
+    for archive in archives:
+        for message in comet_messages(archive):
+            payload = message["payload"]
+            if message["type"] == "metric_msg" and payload["metric"]["metricName"] == "train/reward":
+                logged.append((payload["metric"]["step"], payload["metric"]["metricValue"]))
+            assert payload["metric"]["metricName"] != "train/kl" if message["type"] == "metric_msg" else True
+            if message["type"] == "parameter_msg":
+                parameters[payload["param"]["paramName"]] = payload["param"]["paramValue"]
+        with zipfile.ZipFile(archive) as content:
+            assert json.loads(content.read("experiment.json"))["offline_id"] == key
+    assert logged == [(s, s / 2) for s in range(8)]
+    assert parameters["rollout.samples"] == "8"
+
+
+def test_comet_without_a_key_does_not_ask_for_one(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("comet_ml")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("COMET_API_KEY", "COMET_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    log_run(tmp_path / "run", "comet", 2)
+    warning = (
+        "comet gets nothing more: UserError: no API key; set COMET_API_KEY, run comet login, or set COMET_MODE=offline"
+    )
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 @pytest.fixture
@@ -330,11 +386,9 @@ EVALUATED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_warnings", "one_thread", "no_figures")
-def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
+def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch, mlflow):
     events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     evaluated = ("--evaluation.prompts", "3", "--evaluation.samples", "4", "--evaluation.ns", "1", "4")
     for steps in (2, 4):
         more = (*evaluated, "--train.steps", str(steps), "--train.out", str(tmp_path / "run"))
@@ -364,9 +418,85 @@ def test_a_run_that_resumes_is_one_run_of_each_tracker(tmp_path, monkeypatch):
         assert [history[0], history[-1]] == wanted
 
 
+@pytest.mark.slow
+def test_every_metric_is_at_its_step_after_a_kill_and_a_resume(tmp_path):
+    """In the files of all trackers that have some at any time, read by their own libraries."""
+    for name in ("mlflow", "trackio", "wandb"):
+        pytest.importorskip(name)
+    environment = os.environ | {
+        "TRACKIO_DIR": str(tmp_path / "trackio"), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY / "tests"),
+    }  # fmt: skip
+    out = tmp_path / "run"
+    options = ["--train.steps", "60", "--train.checkpoint-every", "4", "--train.out", str(out), "--train.project", "tiny",
+               "--train.track", "tensorboard", "mlflow", "trackio", "wandb"]  # fmt: skip
+    command = [sys.executable, "-m", "nlgrpo.cli", "train", *TINY, *options]
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True) as started:
+        deadline = time.monotonic() + 240
+        while len(read_jsonl(out / "metrics.jsonl")) < 6:
+            assert time.monotonic() < deadline
+            assert started.poll() is None
+            time.sleep(0.01)
+        os.killpg(started.pid, signal.SIGKILL)
+    assert len(read_jsonl(out / "metrics.jsonl")) < 60
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "resuming from step" in done.stdout
+    assert "warning: train.track" not in done.stderr
+    lines = read_jsonl(out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(60))
+    reader = [sys.executable, "-c", READ_BACK, str(out)]
+    shown = subprocess.run(reader, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    read = json.loads(shown.splitlines()[-1])
+    assert set(read) == {"tensorboard", "mlflow", "trackio", "wandb"}
+    for tracker, logged in read.items():
+        for line in lines:
+            for name, value in line.items():
+                if name == "step" or value is None:
+                    continue
+                found = logged.get(name, {}).get(str(line["step"]))
+                assert found is not None, (tracker, name, line["step"])
+                if not name.startswith(("time/", "perf/")):  # of a step that ran again after the kill
+                    assert found == pytest.approx(value, rel=1e-6, abs=1e-12), (tracker, name, line["step"])
+
+
+READ_BACK = """
+import json, pathlib, sys
+import mlflow, trackio
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trackio.sqlite_storage import SQLiteStorage
+
+from support.wandb_files import records
+
+out = pathlib.Path(sys.argv[1])
+found = {name: {} for name in ("tensorboard", "mlflow", "trackio", "wandb")}
+events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
+events.Reload()
+for tag in events.Tags()["scalars"]:
+    for event in events.Scalars(tag):
+        found["tensorboard"].setdefault(tag.removeprefix("train/"), {})[event.step] = event.value
+client = mlflow.MlflowClient()
+[run] = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+for name in run.data.metrics:
+    for one in client.get_metric_history(run.info.run_id, name):
+        found["mlflow"].setdefault(name, {})[one.step] = one.value
+own = json.loads((out / "trackers.json").read_text())
+for row in SQLiteStorage.get_logs("tiny", run_id=own["trackio"]):
+    for name, value in row.items():
+        found["trackio"].setdefault(name.removeprefix("train/"), {})[row["step"]] = value
+for folder in sorted((out / "wandb").glob("offline-run-*")):
+    of_run = records(next(folder.glob("*.wandb")))
+    assert of_run["run"].run_id == own["wandb"]
+    for row in of_run["history"]:
+        for name, value in row.items():
+            found["wandb"].setdefault(name.removeprefix("train/"), {})[row["_step"]] = value
+print(json.dumps(found))
+"""
+
+
 def test_unknown_and_missing_trackers_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):
     assert train.main([*TINY, "--train.track", "wandb", "wnb", "--train.out", str(tmp_path / "run")]) == 2
-    allowed = "allowed are 'wandb', 'trackio', 'mlflow', 'tensorboard'"
+    allowed = "allowed are 'wandb', 'trackio', 'mlflow', 'comet', 'tensorboard'"
     assert f"train.track = ['wandb', 'wnb']: {allowed}" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert train.main([*TINY, "--train.track", "wandb", "--train.out", str(tmp_path / "run")]) == 2

@@ -393,7 +393,9 @@ def _saving(given: Mapping[str, Any], out: Converted) -> None:
         raise UserError(f"report_to = {given['report_to']!r}: expected names of trackers")
     names = [given["report_to"]] if isinstance(given["report_to"], str) else list(given["report_to"] or [])
     supported = validate.TRACKERS
-    names = list(supported) if names == ["all"] else [name for name in names if name != "none"]
+    if names == ["all"]:  # that are installed
+        names = [name for name in supported if not validate.tracker_faults([name])]
+    names = ["comet" if name == "comet_ml" else name for name in names if name != "none"]
     for name in names:
         if name not in supported:
             out.drop("report_to", name, f"the trackers are {', '.join(supported)}")

@@ -121,7 +121,7 @@ GRPO: dict[str, Option] = {
         object,
         scale_rewards=("group", "loss.scale", "`batch`: here the std of the advantages, in TRL of the rewards"),
         reward_weights=(None, "rewards.NAME.weight", "weighs objectives"),
-        report_to=("none", "train.track", "W&B, Trackio, MLflow, TensorBoard"),
+        report_to=("none", "train.track", "W&B, Trackio, MLflow, Comet, TensorBoard"),
         chat_template_kwargs=(None, "data.chat_template_kwargs"),
         model_init_kwargs=(None, "model.dtype", "`dtype`; other arguments are not carried over"),
     ),

@@ -32,6 +32,7 @@ OPTIONAL = {
     "wandb": ">=0.20",
     "trackio": ">=0.40",
     "mlflow-skinny": ">=3.5",
+    "comet_ml": ">=3.49",
     "tensorboard": ">=2.16",
     "fastapi": ">=0.115",
     "uvicorn": ">=0.32",

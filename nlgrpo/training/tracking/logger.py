@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nlgrpo.training.tracking.trackers import BackgroundTracker, TrackedRun
 
 # What logging writes into the folder of a run.
-WRITTEN = (run_files.METRICS_FILE, run_files.SAMPLES_FILE, run_files.TRACKERS_FILE, "tensorboard", "wandb")
+WRITTEN = (run_files.METRICS_FILE, run_files.SAMPLES_FILE, run_files.TRACKERS_FILE, "tensorboard", "wandb", "comet")
 
 
 class MetricsLogger:

@@ -1,12 +1,20 @@
-"""MLflow. MLFLOW_TRACKING_URI names the server or the store; the project is the experiment."""
+"""MLflow. MLFLOW_TRACKING_URI names the server or the store; the project is the experiment.
+
+Without it, the store is that of MLflow, ``mlflow.db`` in the working directory, and the folder ``mlruns`` where
+SQLAlchemy is not installed: mlflow-skinny does not require it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
@@ -41,6 +49,7 @@ class MLflow:
 
 def begin(run: TrackedRun, memory: Memory) -> MLflow:
     """Start a run, or continue the one of the same folder by its id. Records system metrics if psutil is there."""
+    choose_store()
     client = MlflowClient()
     own = memory.get("mlflow")
     if own is None:
@@ -52,6 +61,18 @@ def begin(run: TrackedRun, memory: Memory) -> MLflow:
     else:
         client.update_run(own, status="RUNNING")
     return MLflow(client, own, _monitor(own, resumes=memory.resume_step > 0))
+
+
+def choose_store() -> None:
+    """Choose a store that MLflow can write as it is installed, unless MLFLOW_TRACKING_URI names one."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow refuses to write folders without it
+    chosen = mlflow.get_tracking_uri()
+    if chosen.startswith("sqlite") and "MLFLOW_TRACKING_URI" not in os.environ and not _has_sqlalchemy():
+        mlflow.set_tracking_uri(Path("mlruns").absolute().as_uri())
+
+
+def _has_sqlalchemy() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
 
 
 def _experiment(client: MlflowClient, name: str) -> str:

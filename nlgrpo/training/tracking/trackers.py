@@ -22,6 +22,7 @@ from nlgrpo.training.tracking.run_files import TRACKERS_FILE
 from nlgrpo.training.tracking.terminal import Sample
 
 WAITING = 1000  # calls that may wait for a slow tracker
+FIRST_CALL = 10.0  # seconds that a run waits at its start for trackers, so that one that cannot write says so then
 LAST_CALLS = 30.0  # seconds that a run waits at its end until a tracker has everything
 
 
@@ -108,6 +109,7 @@ class BackgroundTracker:
     name: str
     begin: Callable[[], Tracker]
     calls: queue.Queue[Callable[[Tracker], None] | None] = field(default_factory=lambda: queue.Queue(WAITING))
+    begun: threading.Event = field(default_factory=threading.Event)
     failed: threading.Event = field(default_factory=threading.Event)
     slow: bool = False
     closed: bool = False
@@ -152,12 +154,15 @@ class BackgroundTracker:
     def _work(self) -> None:
         try:
             tracker = self.begin()
+            self.begun.set()
             while (call := self.calls.get()) is not None:
                 call(tracker)
             tracker.close()
         except BaseException as error:  # libraries also raise SystemExit and KeyboardInterrupt in threads
             self.failed.set()
             self._warn(f"gets nothing more: {type(error).__name__}: {secrets.hide(_first_line(error))}")
+        finally:
+            self.begun.set()
 
     def _warn(self, text: str) -> None:
         warning = f"warning: train.track: {self.name} {text}. Training continues; metrics.jsonl is complete."
@@ -165,7 +170,7 @@ class BackgroundTracker:
 
 
 def start(run: TrackedRun, folder: Path, resume_step: int) -> list[BackgroundTracker]:
-    """Start the trackers of a run, in their threads."""
+    """Start the trackers of a run, in their threads. Wait until they have begun, for at most `FIRST_CALL` seconds."""
     memory = Memory.read(folder, resume_step)
 
     def begin(name: str) -> Tracker:
@@ -173,7 +178,11 @@ def start(run: TrackedRun, folder: Path, resume_step: int) -> list[BackgroundTra
         tracker: Tracker = module.begin(run, memory)
         return tracker
 
-    return [BackgroundTracker(name, partial(begin, name)) for name in dict.fromkeys(run.trackers)]
+    started = [BackgroundTracker(name, partial(begin, name)) for name in dict.fromkeys(run.trackers)]
+    deadline = time.monotonic() + FIRST_CALL
+    for tracker in started:
+        tracker.begun.wait(max(0.0, deadline - time.monotonic()))
+    return started
 
 
 def as_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
