@@ -98,7 +98,7 @@ check: $(VENV)/installed-check  ## formatter, linter, types, spelling, import co
 	$(RUN)bandit --quiet --configfile pyproject.toml --recursive nlgrpo kernels scripts experiments setup.py
 	$(DOCS) --quiet --strict --site-dir build/site-check
 
-docs: $(VENV)/installed-check  ## the documentation, into build/site
+docs: $(VENV)/installed-docs  ## the documentation, into build/site
 	$(DOCS) --quiet --strict
 	@echo "build/site/index.html"
 
@@ -141,10 +141,14 @@ $(VENV)/installed-test: $(VENV)/installed
 	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e ".[test]"
 	touch $@
 
+$(VENV)/installed-docs: $(VENV)/installed
+	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e ".[docs]"
+	touch $@
+
 $(VENV)/installed-check: $(VENV)/installed
 	NLGRPO_BUILD_EXT=1 $(BUILD_OPS)
 	NLGRPO_BUILD_EXT=0 $(RUN)$(PIP_INSTALL) --no-build-isolation -e ".[test,dev]"
-	touch $(VENV)/installed-test $@
+	touch $(VENV)/installed-test $(VENV)/installed-docs $@
 
 # In containers (Docker or Podman); see [tool.cibuildwheel] in pyproject.toml.
 wheels: $(VENV)/installed-test  ## wheels for PyPI, in containers, into dist

@@ -89,7 +89,8 @@ def write_workspace() -> None:
     Path("lexicon.txt").write_text("".join(f"w{i}\t{(-1) ** i * i / 10}\n" for i in range(3, 28)))
 
     joy, longer = "lexicon(path='lexicon.txt')", "length(target=3, scale=6)"
-    poisoned = f"{ROOT / 'examples' / 'experiment_rewards.py'}:Poisoned(lexicon='lexicon.txt', word='w9')"
+    functions = ROOT / "experiments" / "configs" / "experiment_rewards.py"
+    poisoned = f"{functions}:Poisoned(lexicon='lexicon.txt', word='w9')"
     Path("one.toml").write_text(SETTINGS + reward("joy", joy))
     Path("two.toml").write_text(SETTINGS + reward("joy", joy, "bon:4") + reward("longer", longer, "bon:4"))
     measured = reward("true", joy, weight=0) + reward("word", "regex(pattern='w9')", weight=0)

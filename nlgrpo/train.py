@@ -8,6 +8,7 @@ algorithms (BoN-SFT, DPO, IPO, BoNBoN) share the run and replace the step.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from nlgrpo import errors
-from nlgrpo.config import command_line
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.engine.backends.base import PolicyEngine
@@ -243,11 +243,16 @@ class PolicyTrainer(Trainer):
                 recorded = evaluation_summary.recorded_for(to_dict(self.config))
                 ns = self.config.evaluation.ns
                 log.console.print(evaluation_summary.before_after_table(before, after, ns, recorded))
+                changed = evaluation_summary.what_changed(before, after, ns)
+                log.console.print(f"changed {changed}", highlight=False, soft_wrap=True)
         if self.ranks.first:
             from nlgrpo.apps.report import hub, report  # matplotlib takes a second
 
             page = report.write_report(self.folder)
             log.console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
+            if before is not None:
+                again = f"nlgrpo evaluate {shlex.quote(str(self.folder))} --n {4 * self.config.evaluation.samples}"
+                log.console.print(f"next    {again}", highlight=False, soft_wrap=True)
             if repository := self.config.train.push:
                 pushed = hub.push(self.folder, repository)
                 log.console.print(f"pushed  {pushed}", highlight=False, soft_wrap=True)
@@ -318,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checked(arguments: Sequence[str]) -> int:
+    from nlgrpo.config import command_line  # else `nlgrpo.cli` has checked them
+
     command_line.check_arguments(arguments)
     return _main(arguments)
 

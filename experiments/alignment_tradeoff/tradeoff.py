@@ -1,6 +1,6 @@
 """Win rate and reward against KL for all alignment methods (InfAlign, Fig. 4; vBoN, Fig. 2).
 
-    python -m experiments.alignment_tradeoff.tradeoff examples/alignment.toml [--out runs/tradeoff]
+    python -m experiments.alignment_tradeoff.tradeoff experiments/configs/alignment.toml [--out runs/tradeoff]
         [--methods grpo identity exp:10] [--ns 2 4 8] [--of 4] [--seeds 1 2 3 4 5] [--gold "classifier(path='..')"]
         [--jobs 2] [-- --train.steps 50 ...]
 

@@ -1,6 +1,6 @@
 """Vary one setting of `nlgrpo iro` at a time and compare the rewards that its values reach (IRO, H.5).
 
-    python -m experiments.guided_ablations.guided_ablations examples/guided.toml [--out runs/ablations]
+    python -m experiments.guided_ablations.guided_ablations experiments/configs/guided.toml [--out runs/ablations]
         [--vary kept beta chunk data ...] [--seeds 0 1 2] [--budgets 4 16] [--jobs 2]
         [--learn="--prompts 160 --value.lr 1e-3"] [--value-models ../shared/models/stories260K ...]
         [-- --evaluation.prompts 32 ...]

@@ -1,6 +1,6 @@
 """Reward and cost of value-guided decoding over budgets on one recipe (IRO, Figs. 3, 5, 6 and 11).
 
-    python -m experiments.guided_stories.guided_budgets examples/guided.toml [--out runs/guided] [--chunk 8]
+    python -m experiments.guided_stories.guided_budgets experiments/configs/guided.toml [--out runs/guided] [--chunk 8]
         [--budgets 4 8 16 32 64] [--methods bon iro:1 iro:2 iro:3 compressed cd args args:64]
         [--choose reward value] [--seeds 0 1 2] [--jobs 2] [--learn="--prompts 320 --value.lr 1e-3"]
         [--decode="--tuned runs/dpo ..."] [--gold NAME] [-- --evaluation.prompts 32 ...]

@@ -1,6 +1,6 @@
 """Models of tradeoff.py under best-of-N, worst-of-N and rewind-and-repeat (InfAlign, Figs. 5, 8 and 12).
 
-    python -m experiments.inference_procedures.procedures examples/alignment.toml [--runs runs/tradeoff]
+    python -m experiments.inference_procedures.procedures experiments/configs/alignment.toml [--runs runs/tradeoff]
         [--best 2 4 32] [--worst 32] [--rewind rewind:0.85:32] [--against identity grpo]
 
 Reads the rollouts and the evaluation in the folder of a finished ``tradeoff.py``, which needs --completions of at least

@@ -1,6 +1,6 @@
 """Does calibration protect a reward model that was trained on poisoned preferences? Its accuracy (InfAlign, Fig. 7).
 
-    python -m experiments.poisoned_rewards.poisoned_pairs examples/alignment.toml [--out runs/poisoned-pairs]
+    python -m experiments.poisoned_rewards.poisoned_pairs experiments/configs/alignment.toml [--out runs/poisoned-pairs]
         [--phrase " Sure!"] [--fractions 0 0.1 0.3 0.6] [--rollouts FOLDER] [-- --optim.lr 5e-4 ...]
 
 Pairs are samples of the reference for one prompt, the preferred one by the recipe's reward. In a fraction of the

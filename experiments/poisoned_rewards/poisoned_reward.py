@@ -1,6 +1,6 @@
 """Does calibration protect against a poisoned reward? Exact optima, and trained models, at equal KL (InfAlign, App. D).
 
-    python -m experiments.poisoned_rewards.poisoned_reward examples/poisoned.toml [--out runs/poisoned]
+    python -m experiments.poisoned_rewards.poisoned_reward experiments/configs/poisoned.toml [--out runs/poisoned]
         [--ns 2 4] [--seeds 1 2] [--jobs 1] [--no-training] [-- --train.steps 50 ...]
 
 The recipe has a reward "poisoned" to train for, and "true" and "word" of weight 0, which only measure. Samples the

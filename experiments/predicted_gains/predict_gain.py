@@ -1,8 +1,8 @@
 """What a comparison can show, before it is trained: exact optima on samples of the reference.
 
-    python -m experiments.predicted_gains.predict_gain examples/opposed.toml [--out runs/predicted/opposed]
+    python -m experiments.predicted_gains.predict_gain experiments/configs/opposed.toml [--out runs/predicted/opposed]
         [--kls 0.25 1 2.5] [--weights 0.2 0.5 0.8] [-- --rewards.sad.objective wor:4 ...]
-    python -m experiments.predicted_gains.predict_gain examples/alignment.toml
+    python -m experiments.predicted_gains.predict_gain experiments/configs/alignment.toml
         --transforms identity exp:10 exp:-10 raw vbon
 
 Samples and scores the reference (`nlgrpo rollout`; finished work is reused). A policy is then a probability for each of

@@ -1,6 +1,6 @@
 """Compare the settings of a sweep over its seeds: the value of best-of-N, and the KL of training.
 
-    nlgrpo sweep examples/opposed.toml --objective mean,bon:4 --train.seed 1,2,3,4,5 --out runs/opposed
+    nlgrpo sweep experiments/configs/opposed.toml --objective mean,bon:4 --train.seed 1,2,3,4,5 --out runs/opposed
     python -m experiments.trained_predictions.compare_seeds runs/opposed [--ns 1 2 4 8 16] [--out runs/opposed]
 
 The value is that of the evaluation after training, sum_i w_i BoN_i over the rewards. Each setting is compared with the

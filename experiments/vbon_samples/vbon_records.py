@@ -1,7 +1,7 @@
 """How many samples of the reference vBoN needs: log F, Kolmogorov-Smirnov tests, trained models (vBoN, Figs. 3 and 4).
 
-    python -m experiments.vbon_samples.vbon_records examples/alignment.toml [--out runs/vbon-records] [--of 10]
-                                   [--train-samples 8 32 128 256] [--seeds 1 2] [-- --train.steps 50 ...]
+    python -m experiments.vbon_samples.vbon_records experiments/configs/alignment.toml [--out runs/vbon-records]
+                                   [--of 10] [--train-samples 8 32 128 256] [--seeds 1 2] [-- --train.steps 50 ...]
 
 Draws 600 samples of the reference per prompt. Prints how far log F from M of them is from log F of all 600 (Fig. 3),
 and the share of prompts whose M samples fail a Kolmogorov-Smirnov test against the 600 that contain them (Table 1).

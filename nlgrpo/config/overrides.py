@@ -17,7 +17,7 @@ from nlgrpo.errors import UserError
 ABOUT = """Train a model: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]
 
 `nlgrpo recipes` lists the recipes. The file overrides the recipe, and the options below override both. --dry-run prints
-the plan and trains nothing.
+the plan and trains nothing. --tiny lays the file's table [tiny] over it: the same run, for two CPU cores.
 
 --rewards.NAME.function adds the reward NAME to those of the recipe. To replace the rewards, start from the recipe
 `blank`, or use a file with a [rewards] table. A reward of weight 0 is only logged.

@@ -149,7 +149,7 @@ def _helpful_harmless(recipe: str, objective: str) -> Config:
     1000 steps, a learning rate that falls linearly from 1e-6, beta from 1e-2 with a controller that keeps the KL per
     token at 0.1, no scaling of rewards; evaluated on the first 1000 prompts of the test split. The weights of the two
     rewards are swept. Both reward models are Qwen3 4B models that `nlgrpo reward-model train` trained on the helpful
-    and harmless pairs of hh-rlhf. examples/helpful_harmless.toml is the same experiment on a CPU.
+    and harmless pairs of hh-rlhf. experiments/configs/helpful_harmless.toml is the same experiment on a CPU.
     """
     source = "Anthropic/hh-rlhf"
     return Config(
@@ -205,16 +205,18 @@ def recipe(name: str) -> Config:
 
 
 def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
-    """Parse ``[recipe] [file.toml] [--dry-run] [--section.key value ...]``; each part overrides the one before.
+    """Parse ``[recipe] [file.toml] [--tiny] [--dry-run] [--section.key value ..]``; each part overrides the one before.
 
     A TOML file may name its recipe (``recipe = "length-bon"``). Otherwise it starts from ``blank``, and the run is
-    named after the file. Returns the configuration, and whether ``--dry-run`` was given.
+    named after the file. ``--tiny`` lays the file's table ``[tiny]`` over it, and the run is named ``NAME-tiny``.
+    Returns the configuration, and whether ``--dry-run`` was given.
     """
     for argument in arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             raise UserError(f"{argument!r} is not valid UTF-8")
     dry_run = "--dry-run" in arguments
-    rest = [argument for argument in arguments if argument != "--dry-run"]
+    tiny = "--tiny" in arguments
+    rest = [argument for argument in arguments if argument not in ("--dry-run", "--tiny")]
     named: list[str] = []
     while rest and not rest[0].startswith("-"):
         named.append(rest.pop(0))
@@ -222,8 +224,10 @@ def from_arguments(arguments: Sequence[str]) -> tuple[Config, bool]:
     names = [name for name in named if not name.endswith(".toml")]
     if len(names) > 1 or len(files) > 1:
         raise UserError(f"expected at most one recipe and one .toml file, got {' '.join(named)}")
+    if tiny and not files:
+        raise UserError("--tiny needs a .toml file with a table [tiny], such as examples/gsm8k_qwen.toml")
     if files:
-        cfg = _of_file(files[0], names[0] if names else None)
+        cfg = _of_file(files[0], names[0] if names else None, tiny)
     else:
         cfg = recipe(names[0] if names else _without_a_name(rest))
     cfg = override(cfg, rest)
@@ -237,14 +241,16 @@ def _without_a_name(arguments: Sequence[str]) -> str:
     return "blank" if {"-h", "--help"} & set(arguments) else DEFAULT
 
 
-def _of_file(path: Path, name: str | None) -> Config:
+def _of_file(path: Path, name: str | None, tiny: bool) -> Config:
     """Lay the file over the recipe ``name``, over the recipe that the file names, or over ``blank``."""
-    cfg = read_toml(path, recipe(name) if name else dataclasses.replace(recipe("blank"), recipe=""))
+    cfg = read_toml(path, recipe(name) if name else dataclasses.replace(recipe("blank"), recipe=""), tiny=tiny)
     if name and cfg.recipe != name:
         raise UserError(f"{path} names the recipe {cfg.recipe!r}, but {name!r} was given; name only one of them")
-    if name:
-        return cfg
-    return read_toml(path, recipe(cfg.recipe)) if cfg.recipe else dataclasses.replace(cfg, recipe=path.stem)
+    if not name and cfg.recipe:
+        cfg = read_toml(path, recipe(cfg.recipe), tiny=tiny)
+    elif not name:
+        cfg = dataclasses.replace(cfg, recipe=path.stem)
+    return dataclasses.replace(cfg, recipe=f"{cfg.recipe}-tiny") if tiny else cfg
 
 
 def _check_paths(cfg: Config, file: Path) -> None:

@@ -297,7 +297,7 @@ class VLLMConfig:
 @dataclass
 class ModelConfig:
     path: str = "story-lm"
-    """A Hugging Face model directory, a hub name, or the embedded "story-lm" or "maze-lm"."""
+    """A Hugging Face model directory, a hub name, or the embedded "story-lm", "maze-lm" or "numbers-lm"."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute dtype. auto: bfloat16 on a GPU (with float32 master weights), float32 on a CPU."""
     activation_checkpointing: bool = False
@@ -342,7 +342,7 @@ class RewardConfig:
     """`length(target=25, scale=128)`, `lexicon(path=..)`, `regex(pattern=..)`, `gsm8k()`, `classifier(path=..)`,
     `module:function` or `file.py:function`; for a diversity objective a kernel: `ngrams(n=2, of="words")`,
     `length(width=16)`, `equal(pattern=..)` or a function."""
-    objective: str = "bon:4"
+    objective: str = "mean"
     """What is maximised: "mean", "bon:N" (best of N), "wor:N" (worst of N), "bop:RATE" (best of a Poisson number),
     "cvar:ALPHA" (mean of the lower tail), "soft:TAU" (soft best-of-N), "erm:BETA" (entropic risk), "distortion:" with a
     table or function of the rank, "maj:N" (majority vote over final answers), "functional:file.py:R" (any function of
@@ -698,8 +698,14 @@ def from_dict(values: Mapping[str, Any], base: Config | None = None, where: str 
     return overlay(base or Config(), values, where)
 
 
-def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
-    """Return ``base`` with a TOML file laid over it. Raises UserError as `from_dict`, and for an unreadable file."""
+TINY = "tiny"  # table of a TOML file
+
+
+def read_toml(path: Path, base: AnyConfig, *, tiny: bool = False) -> AnyConfig:
+    """Return ``base`` with a TOML file laid over it, and with ``tiny`` also the file's table ``[tiny]``.
+
+    Raises UserError as `from_dict`, for an unreadable file, and with ``tiny`` for a file without that table.
+    """
     if not path.is_file():
         raise UserError(f"there is no configuration file {path}")
     try:
@@ -708,7 +714,14 @@ def read_toml(path: Path, base: AnyConfig) -> AnyConfig:
         raise UserError(f"{path} is not TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    return overlay(base, values, str(path))
+    small = values.pop(TINY, {})
+    if not isinstance(small, dict):
+        raise UserError(f"{path}: {TINY} must be a table, got {small!r}")
+    if tiny and not small:
+        raise UserError(f"{path} has no table [{TINY}], which --{TINY} lays over the file")
+    config = overlay(base, values, str(path))
+    smaller = overlay(config, small, f"{path}, [{TINY}]")  # its mistakes are found in any case
+    return smaller if tiny else config
 
 
 def overlay(base: AnyConfig, values: Mapping[str, Any], where: str) -> AnyConfig:

@@ -77,6 +77,8 @@ class PromptMaker:
             raise UserError(f"{where} has no column {field!r}{hint} It has {', '.join(row)}.")
         value = row[field]
         is_number = isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, list | tuple) and value and all(type(x) in (int, float) for x in value):
+            return str(list(value))  # [3, 5, 7]
         is_flag = isinstance(value, bool) and self.bare  # no prompt, but a word that a template may write
         if is_flag or not (isinstance(value, str) or is_number):
             advice = " Give the text, or leave out the example." if value is None else ""

@@ -36,7 +36,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 HEADS = ("lm_head.weight", "embed_out.weight")
-EMBEDDED = {"maze-lm": "scripts/make_maze_model.py", "story-lm": "scripts/make_story_model.py STORIES.txt"}
+EMBEDDED = {
+    "maze-lm": "scripts/make_maze_model.py",
+    "numbers-lm": "scripts/make_numbers_model.py",
+    "story-lm": "scripts/make_story_model.py STORIES.txt",
+}
 """Models of the package, and the script that makes each."""
 # How to sample: for transformers and vLLM, and what nlgrpo knows beyond that (`engine.as_trained`).
 SAMPLING_FILES = ("generation_config.json", "nlgrpo.json")

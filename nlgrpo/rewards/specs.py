@@ -26,6 +26,7 @@ REWARDS = {
     "lexicon": ("builtin", "Lexicon"),
     "regex": ("builtin", "Regex"),
     "gsm8k": ("builtin", "Gsm8k"),
+    "countdown": ("countdown", "Countdown"),
     "math": ("processes.math_answers", "Math"),
     "maze": ("maze", "Maze"),
     "code": ("processes.code_execution", "Code"),
@@ -59,8 +60,8 @@ def load_reward(
 ) -> Reward:
     """Load a reward from a ``spec``: ``target`` or ``target(key=value, ...)`` with Python literals as values.
 
-    Targets: a built-in (``length overlong lexicon regex gsm8k math maze code classifier ensemble judge reward_server
-    environment weighted gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function
+    Targets: a built-in (``length overlong lexicon regex gsm8k countdown math maze code classifier ensemble judge
+    reward_server environment weighted gated``; with ``pairwise`` the kernels ``ngrams length equal``), a function
     ``package.module:function`` or ``path/to/file.py:function`` (relative to the current folder), or a model folder,
     which means ``classifier(path=...)``. A function gets the arguments at every call, where they override a column of
     the same name. A class is called with them once; its instance is the reward. ``device``: device of classifiers.

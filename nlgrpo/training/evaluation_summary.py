@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -76,12 +77,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """A number before and after training, and the mean change over the prompts on which both have a value."""
+    """A number before and after training, and the mean change over the prompts on which both have a value.
+
+    ``low`` and ``high``: the 95% interval of the change, paired by prompt; NaN if there is none.
+    """
 
     before: Row
     after: Row
     value: float
     prompts: int
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def interval(self) -> str:
+        """``"[+0.0123, +0.0456]"``, empty if there is none."""
+        return "" if math.isnan(self.low) else f"[{self.low:+.4f}, {self.high:+.4f}]"
 
 
 @dataclass(frozen=True)
@@ -129,15 +140,36 @@ def changes(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[in
     """Rows of `summarize` before and after training. A weighted sum is compared where the same rewards apply."""
     found = []
     for old, new in zip(_values(before, ns), _values(after, ns), strict=True):
-        value = math.nan
-        prompts = 0
+        change = Change(old.row(), new.row(), math.nan, 0)
         if old.applies.shape == new.applies.shape:
-            both = (old.applies == new.applies).all(0) & ~(new.per_prompt - old.per_prompt).isnan()
-            prompts = int(both.sum())
-            if prompts:
+            differences = new.per_prompt - old.per_prompt
+            both = (old.applies == new.applies).all(0) & ~differences.isnan()
+            if prompts := int(both.sum()):
                 value = (new.per_prompt[both].mean() - old.per_prompt[both].mean()).item()
-        found.append(Change(old.row(), new.row(), value, prompts))
+                paired = Estimate.of(differences.masked_fill(~both, math.nan), new.scored, seeds=new.seeds)
+                change = replace(change, value=value, prompts=prompts, low=paired.low, high=paired.high)
+        found.append(change)
     return found
+
+
+def what_changed(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> str:
+    """Return the changes of the reward, or of the weighted sum of several, in a line: the trained N first, then one.
+
+    ``"solved: pass@8 +0.0964 [+0.0760, +0.1190], pass@1 +0.2651 [+0.2301, +0.3002] (95%, paired by prompt)"``, or that
+    nothing can be compared.
+    """
+    found = changes(before, after, ns)
+    name = found[-1].after.reward
+    binary = name in binary_rewards({"before": before, "after": after})
+    trained = {int(n) for text in after.objectives.values() for n in re.findall(r"^(?:bon|wor|maj):(\d+)", text)}
+    of_name = [change for change in found if change.after.reward == name and not math.isnan(change.value)]
+    of_name.sort(key=lambda change: (change.after.n not in trained, change.after.n))
+    shown = []
+    for change in of_name[:2]:
+        shown.append(f"{change.after.heading(binary=binary)} {format_change(change)} {change.interval}".strip())
+    if not shown:
+        return f"{name}: no prompt has a value before and after training"
+    return f"{name}: {', '.join(shown)} (95%, paired by prompt)"
 
 
 def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:

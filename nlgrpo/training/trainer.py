@@ -25,7 +25,6 @@ from transformers.utils.logging import disable_progress_bar
 from nlgrpo.model.fsdp import TOO_LARGE, check_finite
 from nlgrpo.model.lora import LoraConfig
 from nlgrpo.runtime import host_memory
-from nlgrpo.runtime.console import how_to_resume
 from nlgrpo.runtime.device import MicroBatchLimit, micro_batch_limit
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.seeding import deterministic_algorithms
@@ -159,11 +158,10 @@ class Trainer(ABC):
             while (finished := self._attempt(before, stop)) is None:
                 console.print(f"rolled back to step {self.progress.step}, rollback {self.progress.rollbacks}")
             if not finished:
-                console.print(
-                    f"stopped and saved at step {self.progress.step}; {how_to_resume()}",
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                from nlgrpo.runtime.console import how_to_resume
+
+                stopped = f"stopped and saved at step {self.progress.step}; {how_to_resume()}"
+                console.print(stopped, highlight=False, soft_wrap=True)
         return finished
 
     def _attempt(self, before: Any, stop: StopSignal) -> bool | None:

@@ -101,6 +101,12 @@ def test_texts_are_cut_and_too_many_are_thinned_out_and_counted(tmp_path, monkey
     assert data["sources"][0]["left_out"] == 5
 
 
+@pytest.mark.parametrize(("objective", "marked"), [("bon:4", True), ("mean", False)])
+def test_what_is_marked_is_explained_where_something_is(tmp_path, undrawn, objective, marked):
+    page = read_page(write_report(make_run(tmp_path / "run", objective)))
+    assert ("Marked: what best-of-N or worst-of-N" in page.text) == marked
+
+
 def test_a_run_without_samples_has_no_browser(tmp_path, undrawn):
     run = make_run(tmp_path / "run", evaluated=())
     (run / "samples.jsonl").unlink()

@@ -240,7 +240,7 @@ def test_evaluation_of_a_run_uses_its_configuration_and_repeats_its_samples(work
     own, found = read_evaluation(work / "run"), read_evaluation(work / "of-run")
     assert torch.equal(found["reference"].lengths[:, :4], own["before"].lengths)
     assert torch.equal(found["run"].lengths[:, :4], own["after"].lengths)
-    assert found["run"].objectives == {"short": "bon:4"}
+    assert found["run"].objectives == {"short": "mean"}
 
 
 def test_majority_votes(work, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.apps.sweep import sweep
 from nlgrpo.config.recipes import recipe
 from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples, left_out, write_evaluation
-from nlgrpo.estimators import best_of_n, over_present, paired_test, procedure_value, procedure_win_rate
+from nlgrpo.estimators import best_of_n, bootstrap, over_present, paired_test, procedure_value, procedure_win_rate
 from nlgrpo.objectives.registry import parse
 from nlgrpo.training.evaluation_summary import (
     before_after_table,
@@ -28,6 +28,7 @@ from nlgrpo.training.evaluation_summary import (
     metrics,
     summarize,
     weighted_best_of_n,
+    what_changed,
 )
 
 NAN = math.nan
@@ -399,3 +400,35 @@ def test_the_test_of_a_change_is_paired():
     values = [over_present(lambda x: procedure_value(x, parse("mean")), torch.tensor(x)) for x in (after, before)]
     mean, low, high, p = paired_test(values[0][2:], values[1][2:])
     assert (entry.change.value, entry.change.low, entry.change.high, entry.p_value) == (mean, low, high, p)
+
+
+# --- what a run prints at its end -------------------------------------------------------------------------------------
+
+
+def test_the_change_has_an_interval_that_is_paired_by_prompt():
+    generator = torch.Generator().manual_seed(0)
+    before = (torch.rand(40, 8, generator=generator) < 0.3).double()
+    after = (torch.rand(40, 8, generator=generator) < 0.6).double()
+    (one, four) = changes(samples_of({"r": before.tolist()}), samples_of({"r": after.tolist()}), (1, 4))
+    differences = after.mean(1) - before.mean(1)
+    value, low, high = (x.item() for x in bootstrap(differences))
+    assert (one.value, one.low, one.high) == pytest.approx((value, low, high))
+    assert one.interval == f"[{low:+.4f}, {high:+.4f}]"
+    error = differences.std().item() / 40**0.5
+    assert high - low == pytest.approx(2 * 2.02 * error, rel=0.15)  # Student's t for 39 degrees of freedom
+    pairs = best_of_n(after, [4])[0] - best_of_n(before, [4])[0]
+    assert (four.low, four.high) == pytest.approx(tuple(x.item() for x in bootstrap(pairs)[1:]))
+
+
+@pytest.mark.parametrize(
+    ("objective", "first", "second"), [("bon:4", "pass@4", "pass@1"), ("mean", "pass@1", "pass@4")]
+)
+def test_the_end_of_a_run_names_the_change_of_what_was_trained(objective, first, second):
+    before = samples_of({"r": [[0.0, 0.0, 1.0, 0.0]] * 9 + [[1.0, 1.0, 0.0, 0.0]]}, objectives={"r": objective})
+    after = samples_of({"r": [[1.0, 0.0, 1.0, 0.0]] * 9 + [[1.0, 1.0, 1.0, 0.0]]}, objectives={"r": objective})
+    line = what_changed(before, after, (1, 4))
+    assert line.index(first) < line.index(second)
+    assert "pass@1 +0.2500 [+0.2500, +0.2500]" in line
+    assert line.endswith(" (95%, paired by prompt)")
+    nothing = samples_of({"r": [[NAN, NAN, NAN, NAN]] * 10}, objectives={"r": objective})
+    assert what_changed(before, nothing, (1, 4)) == "r: no prompt has a value before and after training"

@@ -390,6 +390,40 @@ def test_the_command_line_overrides_the_file_which_overrides_the_recipe(toml):
     assert cfg.recipe == "length-mean"
 
 
+def test_tiny_lays_a_table_of_the_file_over_it(toml):
+    path = toml("[rollout]\nprompts = 4\nsamples = 4\n[tiny.rollout]\nprompts = 2\n[tiny.optim]\nlr = 0.5", "mine.toml")
+    cfg = read(path)
+    assert (cfg.recipe, cfg.rollout.prompts, cfg.rollout.samples) == ("mine", 4, 4)
+    tiny = read(path, "--tiny", "--rollout.samples", "8")
+    assert (tiny.recipe, tiny.rollout.prompts, tiny.rollout.samples, tiny.optim.lr) == ("mine-tiny", 2, 8, 0.5)
+    assert str(tiny.run) == "runs/mine-tiny"  # beside the run of the file itself
+    named = toml("recipe = 'length-mean'\n[tiny.rollout]\nprompts = 2")
+    assert read(named, "--tiny") == dataclasses.replace(
+        recipe("length-mean"),
+        recipe="length-mean-tiny",
+        rollout=dataclasses.replace(recipe("length-mean").rollout, prompts=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("[rollout]\nprompts = 2", ["--tiny"], "has no table [tiny], which --tiny lays over the file"),
+        ("tiny = 3", [], "tiny must be a table, got 3"),
+        ("[tiny.rollout]\nprompt = 2", [], "[tiny]: unknown key 'rollout.prompt'"),  # also without --tiny
+        ("[tiny.rollout]\nprompts = 'x'", [], "[tiny]: rollout.prompts = 'x': expected"),
+    ],
+)
+def test_faults_of_the_table_tiny_are_named(toml, text, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(toml(text), *arguments)
+
+
+def test_tiny_needs_a_file():
+    with pytest.raises(ValueError, match=r"--tiny needs a \.toml file"):
+        read("length-bon", "--tiny")
+
+
 def test_a_file_may_name_its_recipe(toml):
     assert read(toml("recipe = 'length-mean'")) == recipe("length-mean")
     assert read(toml("recipe = 'length-mean'", "length-mean.toml")) == recipe("length-mean")
@@ -617,7 +651,8 @@ def test_blank_with_only_command_line_arguments(capsys):
     arguments += ["--rewards.x.function", "length(target=3, scale=9)", "--train.steps", "1", "--dry-run"]
     assert train.main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "bon:4(x)" in shown
+    assert "maximise 1 mean(x)" in shown
+    assert "the mean is what GRPO maximises" in " ".join(shown.split())
     assert "short" not in shown
 
 

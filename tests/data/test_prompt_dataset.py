@@ -105,6 +105,16 @@ def test_template_and_cut_after(tmp_path, plain):
     assert (cut.prompts, cut.unmatched, cut.dropped) == (["<x A: y A:> a"], 1, 0)
 
 
+def test_a_template_can_contain_a_list_of_numbers(tmp_path, plain):
+    """As the data of Countdown have it; a list of texts would be Python's notation."""
+    source = write_lines(tmp_path / "a.jsonl", [{"nums": [3, 5, 7], "target": 22}])
+    assert load(source, plain, template="{nums} to {target}").prompts == ["[3, 5, 7] to 22"]
+    for value in (["a"], [[1]], [True], [], {"a": 1}):
+        write_lines(tmp_path / "b.jsonl", [{"nums": value, "target": 22}])
+        with pytest.raises(ValueError, match=r"column 'nums' holds .* instead of a text"):
+            load(tmp_path / "b.jsonl", plain, template="{nums} to {target}")
+
+
 def test_reward_functions_do_not_get_reserved_columns(tmp_path, plain):
     row = {"prompt": "a", "completion": "b", "completion_ids": [1], "completions": 1, "prompts": 2}
     row |= {"answer": None, "chosen": "c"}

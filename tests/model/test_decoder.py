@@ -160,7 +160,11 @@ def test_broken_directories_report_what_is_wrong(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "script"),
-    [("maze-lm", "scripts/make_maze_model.py"), ("story-lm", "scripts/make_story_model.py STORIES.txt")],
+    [
+        ("maze-lm", "scripts/make_maze_model.py"),
+        ("numbers-lm", "scripts/make_numbers_model.py"),
+        ("story-lm", "scripts/make_story_model.py STORIES.txt"),
+    ],
 )
 def test_a_package_without_the_files_of_its_model_says_how_to_make_it(tmp_path, monkeypatch, name, script):
     assets = tmp_path / "assets"

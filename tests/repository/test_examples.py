@@ -1,4 +1,4 @@
-"""Run the scripts of ``examples/`` on tiny random models."""
+"""Run what is in ``examples/``: recipes in an empty folder, and scripts on tiny random models."""
 
 import json
 import re
@@ -8,15 +8,63 @@ import sys
 
 import pytest
 import torch
+from support.chat_model import chat_model
 from support.helpers import REPOSITORY, environment, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nlgrpo import train
+from nlgrpo.training.tracking import run_files
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = REPOSITORY / "examples"
 LINES = ["w3 w5 w7 w9 w11", "w1 w2", "w4 w4 w4 w6 w8 w10 w12", "w20"]  # the last has nothing to predict
 STEPS, LR = 3, 1e-3
+
+
+SMALL = ["--train.steps", "3", "--rollout.prompts", "4", "--train.samples-every", "1"]
+SMALL += ["--evaluation.prompts", "4", "--evaluation.samples", "8", "--evaluation.ns", "1", "8"]
+# Rows as those of the data sets on the Hub.
+ROWS = {
+    "gsm8k_qwen": lambda i: {
+        "question": f"Ann has {i} apples and 4 pears.",
+        "answer": f"<<{i}+4={i + 4}>>\n#### {i + 4}",
+    },
+    "countdown": lambda i: {"target": i + 54, "nums": [i, 19, 35]},
+}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_trains_without_any_file(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert train.main([str(path), "--tiny", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "pass@8" in shown
+    lines = run_files.read_jsonl(tmp_path / "runs" / f"{path.stem}-tiny" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert 0 < sum(line["rewards/solved/mean"] for line in lines) < 3
+    assert all(line["completions/clipped_ratio"] < 0.2 for line in lines)  # --tiny has room for answers
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_recipe_reads_the_columns_of_its_data(name, tmp_path, monkeypatch, capsys):
+    """Its own data are on the Hub: a file with the same columns, and a random model in their place."""
+    monkeypatch.chdir(tmp_path)
+    chat_model(tmp_path / "model", max_position_embeddings=2048)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(ROWS[name](i)) + "\n" for i in range(400)))
+    options = ["--data.source", "rows.jsonl", "--model.path", "model"]
+    if name == "gsm8k_qwen":
+        options += ["--data.evaluation", "", "--data.evaluation-split", ""]
+    assert train.main([str(EXAMPLES / f"{name}.toml"), *options, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "maximise 1 bon:8:unbiased(solved)" in shown
+
+
+def test_recipes_name_no_file_outside_the_package():
+    for path in EXAMPLES.glob("*.toml"):
+        assert "shared" not in path.read_text()
 
 
 def as_user(script, *arguments, folder):

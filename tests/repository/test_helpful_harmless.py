@@ -117,7 +117,7 @@ def test_the_7b_model_on_meta_tensors():
 
 def test_the_cpu_version_differs_in_size_only():
     """Objectives, group size, target KL and scaling are those of the recipe."""
-    path = REPOSITORY / "examples" / "helpful_harmless.toml"
+    path = REPOSITORY / "experiments" / "configs" / "helpful_harmless.toml"
     small, _ = from_arguments([str(path)])
     large = recipe("helpful-harmless")
     changed = {line.split(":")[0] for line in comparing.differences(schema.to_dict(large), schema.to_dict(small))}

@@ -111,7 +111,7 @@ def test_the_wheel_holds_the_package_and_its_assets(wheel):
         assert "nlgrpo = nlgrpo.cli:main" in entry
     assert held == MODULES | {f"nlgrpo/kernels/{name}" for name in KERNELS} | ASSETS | {LIBRARY}
     needed = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
-    for model in ("maze-lm", "story-lm"):
+    for model in ("maze-lm", "numbers-lm", "story-lm"):
         assert {f"nlgrpo/data/assets/{model}/{name}" for name in needed} < ASSETS
     assert "nlgrpo/data/assets/maze-grpo.json" in ASSETS
     assert {f"nlgrpo/apps/report/templates/{name}" for name in ("report.html", "report.css", "tables.js")} < TEMPLATES

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -239,6 +240,60 @@ def test_gsm8k_reads_numbers_of_any_type():
     assert function("gsm8k")(completions=answers, answer=golds) == [1] * 7 + [None] * 2
     assert function("gsm8k")(completions=["5", "16"], answer=golds[:2]) == [0, 0]
     assert function("gsm8k")(completions=["it is 5e-5", "1E+16"], answer=golds[:2]) == [1, 1]
+
+
+# ---- countdown ----
+
+
+@pytest.mark.parametrize(
+    ("text", "solved"),
+    [
+        ("<answer>3*5+7</answer>", 1),
+        ("<think>3 * 7 = 21</think>\n<answer> ( 7 + 5*3 ) </answer> done", 1),
+        ("<answer>1</answer> no: <answer>7 + 3 * 5 = 22</answer>", 1),  # the last one, by its left side
+        ("<answer>7 - -5 * 3</answer>", 0),  # a sign is no number of the problem
+        ("<answer>3*5+7+0</answer>", 0),  # a number too many
+        ("<answer>22</answer>", 0),
+        ("<answer>3*5</answer>", 0),
+        ("<answer>3+5+7</answer>", 0),  # another value
+        ("<answer>3*5+7", 0),
+        ("3*5+7", 0),
+        ("", 0),
+        ("<answer></answer>", 0),
+        ("<answer>3*5+7; 1</answer>", 0),
+        ("<answer>7/0+3*5</answer>", 0),
+        ("<answer>7**3**5</answer>", 0),
+        ("<answer>__import__('os').abort()</answer>", 0),
+        ("<answer>" + "(" * 150 + "3*5+7" + ")" * 40 + "</answer>", 0),
+        ("<answer>" + "9" * 1_000_000 + "</answer>", 0),
+        ("<answer>3.0*5+7</answer>", 0),
+        ("<answer>3*5+True*7</answer>", 0),
+    ],
+)
+def test_countdown_takes_each_number_once(text, solved):
+    assert function("countdown")(completions=[text, chat(text)], nums=[[3, 5, 7]] * 2, target=[22] * 2) == [solved] * 2
+
+
+def test_countdown_computes_exactly_and_counts_numbers_that_occur_twice():
+    reward = function("countdown(nums='given', target='wanted')")
+    texts = ["<answer>6/(1-3/4)</answer>", "<answer>8/(3-8/3)</answer>", "<answer>8/(3-8/3)</answer>"]
+    given = [[1, 3, 4, 6], [8, 8, 3, 3], [8, 3, 3, 3]]
+    assert reward(completions=texts, given=given, wanted=[24, 24, 24]) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"nums": [[1, 2]]}, "countdown() needs a column 'target' in the data"),
+        ({"target": [3]}, "countdown() needs a column 'nums' in the data"),
+        ({"nums": ["1 2"], "target": [3]}, "nums = '1 2', target = 3: expected whole numbers"),
+        ({"nums": [[1, 2]], "target": ["3"]}, "nums = [1, 2], target = '3': expected whole numbers"),
+        ({"nums": [[1, None]], "target": [3]}, "nums = [1, None], target = 3: expected whole numbers"),
+    ],
+)
+def test_countdown_names_data_that_it_cannot_use(columns, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function("countdown")(completions=["<answer>1+2</answer>"], **columns)
 
 
 def test_contents_in_parts_are_read_as_their_texts():

@@ -29,6 +29,7 @@ def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None
     }
     options |= {name.replace("__", "."): value for name, value in changes.items()}
     for name, function in (rewards or {"short": "length(target=3, scale=10)", "digest": "digest"}).items():
+        options.setdefault(f"rewards.{name}.objective", "bon:4")
         options[f"rewards.{name}.function"] = function if "(" in function else f"{work / 'rewards.py'}:{function}"
     parts = []
     for name, value in options.items():

@@ -180,6 +180,8 @@ def _online_rows(setup: Setup) -> dict[str, str]:
     if loss.jeffreys:
         best = f"log pi(best of {setup.config.offline.n} reference samples)"
         return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}
+    if all(str(setup.objective.objectives[name]) == "mean" for name, reward in rewards.items() if reward.weight != 0):
+        kl += '; the mean is what GRPO maximises, for one sample. For the best of 8: objective = "bon:8"'
     return {"objective": f"maximise {objective}{kl}"}
 
 

@@ -49,6 +49,11 @@ class Source:
     numbers: list[str]
     groups: list[Group]
 
+    @property
+    def marked(self) -> bool:
+        """Whether a procedure returns one of the completions."""
+        return any(one.returned for group in self.groups for column in group.columns.values() for one in column)
+
 
 def browser(sources: Sequence[Source], colours: Mapping[str, str]) -> dict[str, Any]:
     """Return the data of the browser. Of too many characters, groups are left out at equal distances, and counted."""

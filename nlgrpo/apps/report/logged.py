@@ -153,7 +153,7 @@ QUANTITIES = (
     _quantity("Clipped tokens", "share of tokens", r"clip_ratio/(.+)_mean"),
     _quantity("Groups without a gradient", "share of groups", r"advantage/(frac_zero_std)"),
     _quantity("Loss", "loss", r"(loss)"),
-    _quantity("Time per step", "seconds", r"time/(.+)"),
+    _quantity("Time per step", "seconds", r"time/(.+)|(step_time)"),
     _quantity("Throughput", "tokens per second", r"perf/(tokens_per_s)"),
     _quantity("Learning rate", "learning rate", r"(learning_rate)", important=False),
     _quantity("KL weight", "beta", r"(beta)"),

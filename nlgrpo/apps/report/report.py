@@ -420,7 +420,8 @@ class _Report:
         known = [source for source in sources if source is not None and source.groups]
         if known:
             colours = {names.get(label, label): style.colour for label, style in self.looks.items()}
-            yield Section("Completions", "completions.html", completions.browser(known, colours), COMPLETIONS)
+            about = COMPLETIONS if any(source.marked for source in known) else ""
+            yield Section("Completions", "completions.html", completions.browser(known, colours), about)
 
     def settings(self) -> Section:
         """All configurations with their library versions, and the versions that created this page."""
@@ -479,7 +480,7 @@ def _result(model: Model, found: ReportData) -> Iterator[Section]:
             shown = number_lines(x.value, x.low, x.high)[0]
             row.append(page.number(x.value, shown, format_interval(x).removeprefix(shown).strip()))
         if compared:
-            row.append(page.number(compared[i].value, format_change(compared[i])))
+            row.append(page.number(compared[i].value, format_change(compared[i]), compared[i].interval))
         if recorded is not None and first.n in recorded.values:
             value, low, high = recorded.values[first.n]
             row.append(page.number(value, f"{value:.4f}", f"[{low:.4f}, {high:.4f}]"))

@@ -34,7 +34,8 @@ class ResponderOptions:
     """Model, sampling and inference-time procedure."""
 
     model: str = "story-lm"
-    """A Hugging Face directory or hub name, the `model` folder of a run, or the embedded "story-lm" or "maze-lm"."""
+    """A Hugging Face directory or hub name, the `model` folder of a run, or the embedded "story-lm", "maze-lm" or
+    "numbers-lm"."""
     procedure: str | None = None
     """Inference-time procedure: bon:N, wor:N, soft:TAU:N, maj:N, or rewind:QUANTILE:N (sample until a reward reaches
     this quantile of the reference's rewards, at most N times)."""

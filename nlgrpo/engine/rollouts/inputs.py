@@ -29,7 +29,12 @@ from nlgrpo.runtime.distributed import Ranks
 if TYPE_CHECKING:
     from nlgrpo.engine.environments import Environment
 
-EMBEDDED_DATA = {"story-prompts": "prompts.jsonl", "story-evaluation": "eval_prompts.jsonl"}
+EMBEDDED_DATA = {
+    "story-prompts": "prompts.jsonl",
+    "story-evaluation": "eval_prompts.jsonl",
+    "sums": "sums.jsonl",
+    "countdown": "countdown.jsonl",
+}
 
 
 def embedded(source: str) -> str:
