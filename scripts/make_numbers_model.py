@@ -38,7 +38,7 @@ from nlgrpo.engine.sampling import Sampling
 from nlgrpo.estimators import bootstrap, pass_at_k
 from nlgrpo.model import decoder
 from nlgrpo.rewards.builtin import Gsm8k
-from nlgrpo.rewards.countdown import Countdown
+from nlgrpo.rewards.countdown import Countdown, expression_of
 
 NAME = "numbers-lm"
 LARGEST = 12  # of the numbers in a problem
@@ -93,10 +93,16 @@ def expression(numbers: list[int], rng: random.Random) -> str:
     return form.format(a=a, b=b, c=c, first=first, second=second)
 
 
+def value_of(text: str) -> int:
+    found = expression_of(f"<answer>{text}</answer>")
+    assert found is not None
+    return int(found[0])
+
+
 def draw_countdown(rng: random.Random) -> dict[str, Any]:
     while True:
         numbers = [rng.randint(1, LARGEST) for _ in range(3)]
-        target = eval(expression(numbers, rng))
+        target = value_of(expression(numbers, rng))
         if target in TARGETS:
             return {"prompt": f"{' '.join(map(str, numbers))}={target}:", "nums": numbers, "target": target}
 
@@ -106,7 +112,7 @@ def solve_countdown(row: dict[str, Any], wrong: float, rng: random.Random) -> st
     any_value = rng.random() < wrong
     while True:
         found = expression(row["nums"], rng)
-        if any_value or eval(found) == row["target"]:
+        if any_value or value_of(found) == row["target"]:
             return f"<answer>{found}</answer>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ class WorkQueue:
     @contextmanager
     def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """Yield a function that shows the number of finished pieces: a live bar, or lines in a log file."""
-        if not self.console.is_terminal or not self.ranks.first or not total:
+        redirected = self.console.file is sys.stdout and not sys.stdout.isatty()  # a terminal to rich with FORCE_COLOR
+        if redirected or not self.console.is_terminal or not self.ranks.first or not total:
             yield _Lines(self.console, what, total)
             return
         columns = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

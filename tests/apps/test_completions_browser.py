@@ -9,7 +9,7 @@ from support.reports import make_run, read_page, sample, sampled, write_lines
 from nlgrpo.apps.report import completions
 from nlgrpo.apps.report.report import write_report
 
-OBJECTIVES = {"short": "bon:4", "long": "wor:2"}
+OBJECTIVES = {"short": "bon:4:unbiased", "long": "wor:2"}
 
 
 def test_a_group_is_the_completions_of_a_prompt_in_a_step(tmp_path):

@@ -54,7 +54,7 @@ def completions(story_lm):
 
 
 def test_assets_are_small_and_readable():
-    for model in ("story-lm", "maze-lm"):
+    for model in ("story-lm", "maze-lm", "numbers-lm"):
         files = [file for file in (ASSETS / model).rglob("*") if file.is_file()]
         assert sum(file.stat().st_size for file in files) <= 2_500_000
         assert {file.name for file in files} >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
@@ -124,11 +124,13 @@ def test_the_scripts_make_models_of_this_form(tmp_path):
     stories = ["make_story_model.py", "text.txt", "--steps=2", "--retold=20", "--retold-steps=2"]
     stories += ["--batch=4", "--samples=12"]
     mazes = ["make_maze_model.py", "--steps=2", "--batch=4", "--samples=2"]
-    for script, *arguments in (stories, mazes):
+    numbers = ["make_numbers_model.py", "--steps=2", "--batch=4", "--samples=1"]
+    for script, *arguments in (stories, mazes, numbers):
         command = [sys.executable, ROOT / "scripts" / script, *arguments, "--out", "out"]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "out" / "prompts.jsonl").read_bytes() == (ASSETS / "prompts.jsonl").read_bytes()
-    for model in ("story-lm", "maze-lm"):
+    for name in ("prompts.jsonl", "sums.jsonl", "countdown.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (ASSETS / name).read_bytes()
+    for model in ("story-lm", "maze-lm", "numbers-lm"):
         made, shipped = ({file.name for file in (folder / model).iterdir()} for folder in (tmp_path / "out", ASSETS))
         assert made == shipped
         AutoModelForCausalLM.from_pretrained(tmp_path / "out" / model)

@@ -191,6 +191,17 @@ def test_a_log_file_gets_plain_lines_at_intervals(tmp_path):
     assert lines[-1] == "step 400/400  0:00 left  reward -0.5000  len 12  12,346 tok/s"
 
 
+def test_a_pipe_with_forced_colours_gets_plain_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with MetricsLogger(tmp_path, total_steps=3, enabled=True) as log:
+        for step in range(3):
+            log.log(step, {"reward": 1.0})
+    shown = capsys.readouterr().out
+    assert [line.split()[:2] for line in shown.splitlines()] == [["step", f"{step}/3"] for step in (1, 2, 3)]
+    assert "\r" not in shown
+    assert "\x1b[2K" not in shown  # erase a line
+
+
 def test_terminal_gets_one_live_line(tmp_path):
     file = io.StringIO()
     console = Console(file=file, width=120, force_terminal=True, _environ={"TERM": "xterm-256color"})

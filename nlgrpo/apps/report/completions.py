@@ -173,7 +173,8 @@ def _mark(
         place = returned(objective, rewards.get(name, []))
         if place is None:
             continue
-        chosen = f"{objective}, {name}" if len(objectives) > 1 else objective
+        procedure = ":".join(objective.split(":")[:2])  # without its estimator
+        chosen = f"{procedure}, {name}" if len(objectives) > 1 else procedure
         mark = column[place]
         mark.returned = f"{mark.returned}; {chosen}" if mark.returned else chosen
 

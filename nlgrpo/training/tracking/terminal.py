@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,12 +106,12 @@ def phase_shares(values: Mapping[str, float]) -> str:
 
 def output(*, width: int = PLAIN_WIDTH, quiet: bool = False) -> Console:
     """Return a console on standard output; a file or a pipe has ``width`` columns."""
-    console = Console(quiet=quiet)
-    return console if console.is_terminal else Console(width=width, quiet=quiet)
+    return Console(quiet=quiet) if sys.stdout.isatty() else Console(width=width, quiet=quiet)
 
 
 def _live(console: Console, total_steps: int, resume_step: int) -> Progress | None:
-    if not console.is_terminal or console.is_dumb_terminal or resume_step >= total_steps:
+    redirected = console.file is sys.stdout and not sys.stdout.isatty()  # a terminal to rich with FORCE_COLOR
+    if redirected or not console.is_terminal or console.is_dumb_terminal or resume_step >= total_steps:
         return None
     text = TextColumn("{task.fields[shown]}", markup=False)
     columns = [BarColumn(bar_width=16), text] if console.width >= WIDE else [text]

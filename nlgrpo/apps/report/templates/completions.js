@@ -115,7 +115,8 @@
       if (columns.length) found.push({ group, columns });
     }
     const missing = chosen().left_out;
-    count.textContent = `${completions.toLocaleString("en")} completions of ${found.length.toLocaleString("en")} prompts`;
+    const prompts = found.length === 1 ? "1 prompt" : `${found.length.toLocaleString("en")} prompts`;
+    count.textContent = `${completions.toLocaleString("en")} completions of ${prompts}`;
     if (missing) count.textContent += `; ${missing.toLocaleString("en")} prompts are left out, to keep the page small`;
     list.replaceChildren();
     list.scrollTop = 0;
