@@ -204,7 +204,7 @@ class PolicyTrainer(Trainer):
             before = evaluation.saved_before(self.setup)
             if before is None:
                 self.engine.take(self.learner.model, 0)
-                before = evaluation.evaluate(self.setup, self.engine)
+                before = evaluation.evaluate(self.setup, self.engine, "before")
                 evaluation.write(self.setup, before=before)
         # Rewards may have drawn random numbers in the evaluation, which a run that resumes does not repeat.
         seed_everything(self.config.train.seed + self.ranks.rank)
@@ -234,7 +234,7 @@ class PolicyTrainer(Trainer):
             from nlgrpo.training import evaluation
 
             self.engine.take(self.learner.model, self.progress.step)
-            after = evaluation.evaluate(self.setup, self.engine)
+            after = evaluation.evaluate(self.setup, self.engine, "after")
             evaluation.write(self.setup, before=before, after=after)
             self.log_evaluation(after, log)
             if self.ranks.first:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
@@ -66,14 +66,15 @@ class WorkQueue:
         if redirected or not self.console.is_terminal or not self.ranks.first or not total:
             yield _Lines(self.console, what, total)
             return
-        columns = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn(what, markup=False), BarColumn(bar_width=16), TextColumn("{task.fields[shown]}"))
+        lines = _Lines(self.console, what, total)
         with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task(what, total=total)
-            yield lambda done: progress.update(task, completed=done)
+            task = progress.add_task(what, total=total, shown=f"0/{total}")
+            yield lambda done: progress.update(task, completed=done, shown=lines.shown(done, time.monotonic()))
 
 
 class _Lines:
-    """Prints ``completions: 12/50, 1:20 left``, at most every `LINE_EVERY` seconds."""
+    """Prints ``completions  12/50  1:20 left  0.5/s``, at most every `LINE_EVERY` seconds."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self.console = console
@@ -84,6 +85,10 @@ class _Lines:
     def __call__(self, done: int) -> None:
         now = time.monotonic()
         if now - self.last >= LINE_EVERY and done < self.total:
-            left = as_clock((self.total - done) * (now - self.began) / done)
-            self.console.print(f"{self.what}: {done}/{self.total}, {left} left", highlight=False, markup=False)
+            self.console.print(f"{self.what}  {self.shown(done, now)}", highlight=False, markup=False)
             self.last = now
+
+    def shown(self, done: int, now: float) -> str:
+        """Return what is done, the time left and the rate, as `nlgrpo train` shows them."""
+        rate = done / max(now - self.began, 1e-6)
+        return f"{done}/{self.total}  {as_clock((self.total - done) / rate)} left  {rate:.3g}/s"

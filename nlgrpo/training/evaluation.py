@@ -11,15 +11,20 @@ from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.training.build import Setup
+from nlgrpo.training.tracking.terminal import output
 
 
 @phase("evaluation")
-def evaluate(setup: Setup, engine: Engine) -> EvaluationSamples:
+def evaluate(setup: Setup, engine: Engine, when: str) -> EvaluationSamples:
     """Sample and score completions of the evaluation prompts; collective, the same on all ranks.
 
-    The seed is one that training never uses.
+    The seed is one that training never uses. ``when``: "before" or "after" training, which the first rank prints.
     """
     cfg = setup.config
+    if setup.ranks.first:
+        prompts = min(cfg.evaluation.prompts, len(setup.held_out))
+        begins = f"evaluating {prompts} prompts x {cfg.evaluation.samples} samples {when} training"
+        output().print(begins, highlight=False)
     objective = setup.objective
     sampler = replace(setup.sampler, samples=cfg.evaluation.samples, seed=cfg.train.seed ^ (1 << 62))
     sampled = evaluation_samples.evaluate(

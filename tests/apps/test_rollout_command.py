@@ -597,7 +597,10 @@ def test_progress_in_a_log_file(monkeypatch, capsys):
     monkeypatch.setattr(work_queue.time, "monotonic", lambda: next(now))
     queue = work_queue.WorkQueue(Ranks(0, 1, torch.device("cpu")), Console(width=80))
     assert queue.work("letters", "abcde", lambda piece: None)
-    assert capsys.readouterr().out.splitlines() == ["letters: 2/5, 1:00 left", "letters: 4/5, 0:22 left"]
+    assert capsys.readouterr().out.splitlines() == [
+        "letters  2/5  1:00 left  0.05/s",
+        "letters  4/5  0:22 left  0.0444/s",
+    ]
 
 
 def test_progress_on_a_terminal():
