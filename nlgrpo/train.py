@@ -250,7 +250,7 @@ class PolicyTrainer(Trainer):
 
             page = report.write_report(self.folder)
             log.console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
-            if before is not None:
+            if before is not None and not self.config.environment.id:  # of which `evaluate` has none
                 again = f"nlgrpo evaluate {shlex.quote(str(self.folder))} --n {4 * self.config.evaluation.samples}"
                 log.console.print(f"next    {again}", highlight=False, soft_wrap=True)
             if repository := self.config.train.push:

@@ -250,7 +250,11 @@ def _of_file(path: Path, name: str | None, tiny: bool) -> Config:
         cfg = read_toml(path, recipe(cfg.recipe), tiny=tiny)
     elif not name:
         cfg = dataclasses.replace(cfg, recipe=path.stem)
-    return dataclasses.replace(cfg, recipe=f"{cfg.recipe}-tiny") if tiny else cfg
+    if not tiny:
+        return cfg
+    full = read_toml(path, recipe("blank")).train.out
+    out = f"{full}-tiny" if full and cfg.train.out == full else cfg.train.out  # a folder of its own
+    return dataclasses.replace(cfg, recipe=f"{cfg.recipe}-tiny", train=dataclasses.replace(cfg.train, out=out))
 
 
 def _check_paths(cfg: Config, file: Path) -> None:

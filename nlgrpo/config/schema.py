@@ -719,8 +719,10 @@ def read_toml(path: Path, base: AnyConfig, *, tiny: bool = False) -> AnyConfig:
         raise UserError(f"{path}: {TINY} must be a table, got {small!r}")
     if tiny and not small:
         raise UserError(f"{path} has no table [{TINY}], which --{TINY} lays over the file")
+    if "recipe" in small:
+        raise UserError(f"{path}: [{TINY}] cannot name a recipe")
     config = overlay(base, values, str(path))
-    smaller = overlay(config, small, f"{path}, [{TINY}]")  # its mistakes are found in any case
+    smaller = _overlay(config, small, f"{path}, [{TINY}]", "", type(base), keep=True)  # mistakes are found in any case
     return smaller if tiny else config
 
 
@@ -729,7 +731,8 @@ def overlay(base: AnyConfig, values: Mapping[str, Any], where: str) -> AnyConfig
     return _overlay(base, values, where, "", type(base))
 
 
-def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root: type) -> Any:
+def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root: type, *, keep: bool = False) -> Any:
+    """``keep``: the rewards of ``base``, and the keys that ``values`` does not name in those that it names."""
     hints = typing.get_type_hints(type(base))
     changes: dict[str, Any] = {}
     for key, value in values.items():
@@ -742,14 +745,15 @@ def _overlay(base: Any, values: Mapping[str, Any], where: str, prefix: str, root
         elif not isinstance(value, Mapping):
             raise UserError(f"{where}: {name} must be a table, got {value!r}")
         elif dataclasses.is_dataclass(current):
-            changes[key] = _overlay(current, value, where, f"{name}.", root)
+            changes[key] = _overlay(current, value, where, f"{name}.", root, keep=keep)
         elif hints[key] == dict[str, Any]:
             changes[key] = dict(value)
         else:
-            changes[key] = {}
+            changes[key] = dict(current) if keep else {}
             for reward, given in value.items():
                 table = given if isinstance(given, Mapping) else {"function": given}
-                changes[key][reward] = _overlay(RewardConfig(), table, where, f"{name}.{reward}.", root)
+                own = changes[key].get(reward, RewardConfig())
+                changes[key][reward] = _overlay(own, table, where, f"{name}.{reward}.", root)
     return dataclasses.replace(base, **changes)
 
 

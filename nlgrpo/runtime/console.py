@@ -54,10 +54,13 @@ def how_to_resume() -> str:
     program, *arguments = sys.argv
     if os.path.basename(program) != "nlgrpo" or "RANK" in os.environ:
         return "run the same command again to resume"
-    found = shutil.which("nlgrpo")
-    if found is not None and os.path.samefile(found, program):
-        program = "nlgrpo"
-    elif os.path.isabs(program):
-        beside = os.path.relpath(program)
-        program = program if beside.startswith("..") else beside
+    try:
+        found = shutil.which("nlgrpo")
+        if found is not None and os.path.samefile(found, program):
+            program = "nlgrpo"
+        elif os.path.isabs(program):
+            beside = os.path.relpath(program)
+            program = program if beside.startswith("..") else beside
+    except OSError:  # the program or the working directory is gone
+        return "run the same command again to resume"
     return f"resume with: {shlex.join([program, *arguments])}"

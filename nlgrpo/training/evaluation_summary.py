@@ -153,12 +153,14 @@ def changes(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[in
 
 
 def what_changed(before: EvaluationSamples, after: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> str:
-    """Return the changes of the reward, or of the weighted sum of several, in a line: the trained N first, then one.
+    """Return the changes of the reward, or of the weighted sum of several, in a line: two N, first the trained one.
 
     ``"solved: pass@8 +0.0964 [+0.0760, +0.1190], pass@1 +0.2651 [+0.2301, +0.3002] (95%, paired by prompt)"``, or that
-    nothing can be compared.
+    nothing can be compared. If the trained N is not in ``ns``, the first one is the smallest.
     """
     found = changes(before, after, ns)
+    if not found:  # diversity has a value for N = 1 only
+        return f"no reward has a value for N = {', '.join(map(str, ns))}"
     name = found[-1].after.reward
     binary = name in binary_rewards({"before": before, "after": after})
     trained = {int(n) for text in after.objectives.values() for n in re.findall(r"^(?:bon|wor|maj):(\d+)", text)}
@@ -169,7 +171,8 @@ def what_changed(before: EvaluationSamples, after: EvaluationSamples, ns: Sequen
         shown.append(f"{change.after.heading(binary=binary)} {format_change(change)} {change.interval}".strip())
     if not shown:
         return f"{name}: no prompt has a value before and after training"
-    return f"{name}: {', '.join(shown)} (95%, paired by prompt)"
+    note = " (95%, paired by prompt)" if any(change.interval for change in of_name[:2]) else ""
+    return f"{name}: {', '.join(shown)}{note}"
 
 
 def _values(sampled: EvaluationSamples, ns: Sequence[int]) -> Iterator[_Values]:

@@ -197,6 +197,17 @@ def test_a_command_that_was_stopped_says_how_to_resume(tmp_path, monkeypatch, pr
     assert how_to_resume() == expected
 
 
+@pytest.mark.parametrize("program", ["/nonexistent/nlgrpo", "nlgrpo"])
+def test_a_command_whose_program_is_gone_can_still_be_stopped(tmp_path, monkeypatch, program):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nlgrpo").touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [program, "train"])
+    assert how_to_resume() == "run the same command again to resume"
+
+
 def test_version(call):
     assert call("--version") == (0, f"{nlgrpo.__version__}\n", "")
 

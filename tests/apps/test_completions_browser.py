@@ -68,6 +68,30 @@ def test_an_evaluation_has_the_models_side_by_side():
     assert group.columns["after training"][0].numbers[1] is None
 
 
+def test_what_was_returned_is_marked_only_if_its_text_was_saved():
+    """Of the first N of all samples, of which fewer texts are kept."""
+    many = sampled(n=32, objective="bon:32")
+    many.completions[0] = many.completions[0][:16]
+    best = int(many.rewards["short"][0].argmax())
+    for saved in (16, 32):
+        many.completions[0] = ["text"] * saved
+        source = completions.of_evaluation("evaluation", {"model": many})
+        marked = [i for i, one in enumerate(source.groups[0].columns["model"]) if "short" in one.returned]
+        assert marked == ([best] if best < saved else [])
+    assert best >= 16  # else this tests nothing
+
+
+def test_more_texts_than_samples_are_cut():
+    damaged = sampled(n=4)
+    damaged.completions[0] = ["text"] * 9
+    assert len(completions.of_evaluation("evaluation", {"m": damaged}).groups[0].columns["m"]) == 4
+
+
+def test_the_size_of_the_page_counts_its_bytes():
+    group = completions.Group("", 0, {"m": [completions.Completion("<" * 10 + "日" * 10, [])]})
+    assert group.size == 200 + 10 * 6 + 10 * 3
+
+
 DAMAGED = [
     {"step": 0},
     {"step": 1, "prompt": ["no", "text"], "completion": None, "rewards": [1], "linearized": 3, "advantage": "x"},

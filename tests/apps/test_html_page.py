@@ -12,7 +12,7 @@ import pytest
 from support import browser
 from support.reports import EVIL, FILES, make_run, read_page, sample, sampled, write_lines
 
-from nlgrpo.apps.report import figures, page, run_loader
+from nlgrpo.apps.report import charts, figures, page, run_loader
 from nlgrpo.apps.report.report import write_report
 from nlgrpo.config.schema import Config, RewardConfig
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
@@ -238,7 +238,7 @@ def texts(window):
 def test_completions_of_a_step_are_shown_searched_and_ordered(window, one):
     window.open(one)
     options = "[...document.getElementById('completions-{}').options].map(o => o.textContent)"
-    assert window.run(options.format("source")) == ["evaluation", "training"]
+    assert window.run(options.format("source")) == ["evaluation (first prompts)", "training"]
     assert len(texts(window)) == 32  # of 16 samples before and after training
     choose(window, "source", "1")
     assert window.run(options.format("step")) == ["all", *map(str, range(0, 100, 10))]
@@ -256,9 +256,39 @@ def test_completions_of_a_step_are_shown_searched_and_ordered(window, one):
     choose(window, "search", "PROMPT 30", "input")
     window.until("document.querySelectorAll('.sample').length === 6 && "
                  "document.getElementById('completions-list').innerText.includes('prompt 30')")  # fmt: skip
+    choose(window, "search", "", "input")
+    window.until("document.getElementById('completions-list').innerText.includes('prompt 80')")  # as before
     choose(window, "search", "sample 4", "input")
     window.until("document.getElementById('completions-count').innerText.startsWith('10 completions of 10')")
     assert set(texts(window)) == {"sample 4 a story"}
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_run_of_one_step_and_without_a_mark(window, tmp_path):
+    window.open(write_report(make_run(tmp_path / "run", "mean", steps=1)))
+    assert window.console == []
+    assert window.run(ENDS) == [0, 0]
+    assert window.run("document.getElementById('completions-returned').offsetParent === null")
+    assert len(texts(window)) == 32
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_metric_without_values_does_not_stop_the_page(window, tmp_path, monkeypatch):
+    """A page once drew such a chart for ever."""
+    drawn = charts.charts
+
+    def with_an_empty_one(*arguments):
+        found = drawn(*arguments)
+        empty = {**found["panels"][0], "x": [], "series": [{**found["panels"][0]["series"][0], "values": []}]}
+        return {**found, "panels": [empty, *found["panels"]]}
+
+    monkeypatch.setattr(charts, "charts", with_an_empty_one)
+    window.open(write_report(make_run(tmp_path / "run")))
+    assert window.console == []
+    assert window.run(ENDS) == [0, 29]
+    assert window.run("document.querySelectorAll('#charts .uplot').length") == 4
 
 
 ODD = {

@@ -52,6 +52,19 @@ def test_means_over_runs_are_of_the_steps_and_metrics_that_all_have():
     assert columns(mean) == {"x": [5, 7, 8]}
 
 
+def test_metrics_that_runs_never_share_and_runs_without_steps_leave_no_empty_curve():
+    even = Logged.of([{"step": i, "kl": 1.0, **({"rare": 1.0} if i % 2 == 0 else {})} for i in range(6)])
+    odd = Logged.of([{"step": i, "kl": 3.0, **({"rare": 1.0} if i % 2 else {})} for i in range(6)])
+    assert columns(logged.mean_over_runs([even, odd])) == {"kl": [2.0] * 6}
+    assert columns(logged.mean_over_runs([even, Logged()]))["kl"] == [1.0] * 6
+    assert len(logged.mean_over_runs([Logged(), Logged()])) == 0
+
+
+def test_steps_that_no_script_can_count_are_left_out():
+    run = Logged.of([{"step": step, "kl": 1.0} for step in (-1, 0, 10**30, 2**53, 2**53 + 1)])
+    assert run.steps.tolist() == [0, 2**53]
+
+
 def test_moving_averages_are_means_of_a_window_that_is_cut_at_the_ends():
     values = np.random.default_rng(0).normal(size=100)  # windows of 5
     average = logged.moving_average(values)
@@ -236,7 +249,11 @@ def test_a_collapse_and_infinite_gradients_are_named():
     ]
     entropy, gradient = run_warnings.warnings_of(Logged.of(rows), {}, math.nan)
     assert entropy.startswith("The entropy fell from 2 to 0.05 nats per token")
-    assert gradient == "The gradient norm was not finite in 2 of 40 steps."
+    assert gradient == "The gradient norm was not finite in 2 steps."
+    never = Logged.of([{"step": i, "kl": 0.1, "grad_norm": None} for i in range(10)])
+    assert list(run_warnings.warnings_of(never, {}, math.nan)) == ["The gradient norm was not finite in 10 steps."]
+    sparse = Logged.of([{"step": i, **({"grad_norm": 1.0} if i % 2 else {})} for i in range(10)])
+    assert list(run_warnings.warnings_of(sparse, {}, math.nan)) == []
 
 
 def test_nothing_is_said_of_a_run_without_steps():

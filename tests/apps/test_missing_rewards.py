@@ -430,5 +430,11 @@ def test_the_end_of_a_run_names_the_change_of_what_was_trained(objective, first,
     assert line.index(first) < line.index(second)
     assert "pass@1 +0.2500 [+0.2500, +0.2500]" in line
     assert line.endswith(" (95%, paired by prompt)")
+    other = what_changed(before, after, (2, 3))  # the trained N was not evaluated
+    assert other.index("pass@2") < other.index("pass@3")
+    one = [samples_of({"r": [row]}, objectives={"r": objective}) for row in ([0.0, 0.0], [1.0, 0.0])]
+    assert what_changed(*one, (1,)) == "r: pass@1 +0.5000"  # no interval
+    diverse = samples_of({"r": [[1.0, 2.0]]}, objectives={"r": "rao"})
+    assert what_changed(diverse, diverse, (4,)) == "no reward has a value for N = 4"
     nothing = samples_of({"r": [[NAN, NAN, NAN, NAN]] * 10}, objectives={"r": objective})
     assert what_changed(before, nothing, (1, 4)) == "r: no prompt has a value before and after training"

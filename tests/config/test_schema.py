@@ -405,9 +405,28 @@ def test_tiny_lays_a_table_of_the_file_over_it(toml):
     )
 
 
+def test_tiny_keeps_what_it_does_not_name(toml):
+    """The keys of a reward, the other rewards, and the folder of the run itself."""
+    path = toml(
+        "train.out = 'runs/big'\n"
+        "rewards.short = {function = 'length(target=9)', objective = 'bon:8', weight = 0.5}\n"
+        "rewards.long = 'length(target=90)'\n"
+        "[tiny.rewards.short]\nfunction = 'length(target=3)'"
+    )
+    cfg = read(path, "--tiny")
+    assert cfg.rewards == {
+        "short": RewardConfig("length(target=3)", "bon:8", 0.5),
+        "long": RewardConfig("length(target=90)"),
+    }
+    assert (str(cfg.run), str(read(path).run)) == ("runs/big-tiny", "runs/big")
+    own = toml("train.out = 'runs/big'\n[tiny.train]\nout = 'runs/small'")
+    assert str(read(own, "--tiny").run) == "runs/small"
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
+        ("tiny.recipe = 'maze'", [], "[tiny] cannot name a recipe"),
         ("[rollout]\nprompts = 2", ["--tiny"], "has no table [tiny], which --tiny lays over the file"),
         ("tiny = 3", [], "tiny must be a table, got 3"),
         ("[tiny.rollout]\nprompt = 2", [], "[tiny]: unknown key 'rollout.prompt'"),  # also without --tiny

@@ -251,7 +251,15 @@ def test_gsm8k_reads_numbers_of_any_type():
         ("<answer>3*5+7</answer>", 1),
         ("<think>3 * 7 = 21</think>\n<answer> ( 7 + 5*3 ) </answer> done", 1),
         ("<answer>1</answer> no: <answer>7 + 3 * 5 = 22</answer>", 1),  # the last one, by its left side
-        ("<answer>7 - -5 * 3</answer>", 0),  # a sign is no number of the problem
+        ("<answer>7 - -5 * 3</answer>", 1),
+        ("<answer>+3*5+7</answer>", 1),
+        ("<answer>-(-3)*5+7</answer>", 1),
+        ("<answer>3*5\n+7</answer>", 1),
+        ("<answer>3*5+7</answer> and <answer>", 1),  # which is not the last pair
+        ("<answer>0x3*5+7</answer>", 0),
+        ("<answer>3*5+7 # so</answer>", 0),
+        ("<answer>3and 5</answer>", 0),
+        ("<answer>3*5+7//1</answer>", 0),
         ("<answer>3*5+7+0</answer>", 0),  # a number too many
         ("<answer>22</answer>", 0),
         ("<answer>3*5</answer>", 0),
@@ -274,6 +282,11 @@ def test_countdown_takes_each_number_once(text, solved):
     assert function("countdown")(completions=[text, chat(text)], nums=[[3, 5, 7]] * 2, target=[22] * 2) == [solved] * 2
 
 
+def test_countdown_abstains_on_rows_of_another_source():
+    texts = ["<answer>3</answer>"] * 2
+    assert function("countdown")(completions=texts, nums=[None, [3]], target=[None, 3]) == [None, 1]
+
+
 def test_countdown_computes_exactly_and_counts_numbers_that_occur_twice():
     reward = function("countdown(nums='given', target='wanted')")
     texts = ["<answer>6/(1-3/4)</answer>", "<answer>8/(3-8/3)</answer>", "<answer>8/(3-8/3)</answer>"]
@@ -289,6 +302,7 @@ def test_countdown_computes_exactly_and_counts_numbers_that_occur_twice():
         ({"nums": ["1 2"], "target": [3]}, "nums = '1 2', target = 3: expected whole numbers"),
         ({"nums": [[1, 2]], "target": ["3"]}, "nums = [1, 2], target = '3': expected whole numbers"),
         ({"nums": [[1, None]], "target": [3]}, "nums = [1, None], target = 3: expected whole numbers"),
+        ({"nums": [None], "target": [3]}, "nums = None, target = 3: expected whole numbers"),
     ],
 )
 def test_countdown_names_data_that_it_cannot_use(columns, message):

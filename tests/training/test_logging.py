@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.training.global_batch import rollout_metrics
+from nlgrpo.training.tracking import terminal
 from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import TAIL, last_step, read_jsonl
 from nlgrpo.training.tracking.terminal import Sample, phase_shares, samples_table
@@ -189,6 +191,11 @@ def test_a_log_file_gets_plain_lines_at_intervals(tmp_path):
     assert "\x1b" not in file.getvalue()
     assert 40 <= len(lines) <= 42
     assert lines[-1] == "step 400/400  0:00 left  reward -0.5000  len 12  12,346 tok/s"
+
+
+def test_output_without_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert terminal.output().width == terminal.PLAIN_WIDTH
 
 
 def test_a_pipe_with_forced_colours_gets_plain_lines(tmp_path, monkeypatch, capsys):

@@ -311,6 +311,11 @@ def test_comet_offline(tmp_path, monkeypatch):
                 parameters[payload["param"]["paramName"]] = payload["param"]["paramValue"]
         with zipfile.ZipFile(archive) as content:
             assert json.loads(content.read("experiment.json"))["offline_id"] == key
+            [upload] = [m["payload"] for m in comet_messages(archive) if m["type"] == "file_upload"]
+            table = content.read(upload["file_path"]).decode()
+        assert upload["additional_params"]["fileName"] == f"completions-{5 * archives.index(archive)}.csv"
+        assert table.startswith("step,prompt,completion,short,long")
+        assert " words" in table
     assert logged == [(s, s / 2) for s in range(8)]
     assert parameters["rollout.samples"] == "8"
 

@@ -14,7 +14,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
 from nlgrpo.training.tracking import run_files
 
 TEXT = 20_000  # most characters of a prompt or a completion
-IN_ALL = 30_000_000  # most characters of all of them
+IN_ALL = 40_000_000  # most bytes of all of them
 
 
 @dataclass
@@ -37,8 +37,9 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of characters."""
-        return len(self.prompt) + sum(len(one.text) for column in self.columns.values() for one in column)
+        """Number of bytes on the page, at most 200 for the numbers of a completion."""
+        samples = [one for column in self.columns.values() for one in column]
+        return _bytes(self.prompt) + sum(200 + _bytes(one.text) for one in samples)
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Source:
 
 
 def browser(sources: Sequence[Source], colours: Mapping[str, str]) -> dict[str, Any]:
-    """Return the data of the browser. Of too many characters, groups are left out at equal distances, and counted."""
+    """Return the data of the browser. Of too many bytes, groups are left out at equal distances, and counted."""
     total = sum(group.size for source in sources for group in source.groups)
     every = math.ceil(total / IN_ALL)
     shown = []
@@ -123,7 +124,7 @@ def of_evaluation(name: str, sampled: Mapping[str, EvaluationSamples]) -> Source
 
 
 def _of_model(sampled: EvaluationSamples, prompt: int, rewards: Sequence[str]) -> Iterator[Completion]:
-    texts = sampled.completions[prompt]
+    texts = sampled.completions[prompt][: sampled.lengths.shape[1]]
     values: dict[str, list[float | None]] = {}
     for name in rewards:
         of_prompt = sampled.rewards[name][prompt, : len(texts)].tolist() if name in sampled.rewards else []
@@ -132,7 +133,8 @@ def _of_model(sampled: EvaluationSamples, prompt: int, rewards: Sequence[str]) -
     column = []
     for j, text in enumerate(texts):
         column.append(Completion(_cut(text), [*(values[name][j] for name in rewards), lengths[j]]))
-    _mark(column, values, sampled.objectives)
+    every = {name: [_number(x) for x in of_all[prompt].tolist()] for name, of_all in sampled.rewards.items()}
+    _mark(column, every, sampled.objectives)
     return iter(column)
 
 
@@ -155,6 +157,11 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.6g}") if is_number(value) else None
 
 
+def _bytes(text: str) -> int:
+    """Number of bytes of a text in the page, where markup and control characters are written as six characters."""
+    return len(text.encode(errors="replace")) + 5 * sum(c in "<>&'" or c < " " for c in text)
+
+
 def _cut(text: Any) -> str:
     text = text if isinstance(text, str) else str(text)
     if len(text) <= TEXT:
@@ -171,7 +178,7 @@ def _mark(
     """Note at each completion by which objectives it is returned."""
     for name, objective in objectives.items():
         place = returned(objective, rewards.get(name, []))
-        if place is None:
+        if place is None or place >= len(column):  # its text was not saved
             continue
         procedure = ":".join(objective.split(":")[:2])  # without its estimator
         chosen = f"{procedure}, {name}" if len(objectives) > 1 else procedure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +16,7 @@ import numpy as np
 from nlgrpo.training.tracking import run_files
 
 LARGEST = 1e300  # of a number in a file; larger ones are no metrics
+LAST_STEP = 2**53  # a script can count no further
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class Logged:
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """The logged steps (S,), in order."""
     metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Values (S,) by name, NaN where a step has none."""
+    """Values (S,) by name, NaN where a step has none. Each metric has a value at some step."""
+    nulls: Mapping[str, int] = field(default_factory=dict)
+    """Number of steps in which a metric was not finite: `metrics.jsonl` has null then."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -37,17 +41,19 @@ class Logged:
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Logged:
         """Make columns of the rows of a `metrics.jsonl`. Of a step that was logged twice, the last row counts."""
-        by_step = {row["step"]: row for row in rows}
+        by_step = {row["step"]: row for row in rows if 0 <= row["step"] <= LAST_STEP}
         steps = sorted(by_step)
         metrics: dict[str, np.ndarray] = {}
+        nulls = Counter[str]()
         for place, step in enumerate(steps):
             for name, value in by_step[step].items():
+                nulls[name] += value is None
                 if name == "step" or not is_number(value):
                     continue
                 if name not in metrics:
                     metrics[name] = np.full(len(steps), math.nan)
                 metrics[name][place] = value
-        return cls(np.array(steps, dtype=np.int64), metrics)
+        return cls(np.array(steps, dtype=np.int64), metrics, +nulls)
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps that have a value of the metric, and their values; both empty if it was not logged."""
@@ -68,7 +74,10 @@ class Logged:
 
 
 def mean_over_runs(runs: Sequence[Logged]) -> Logged:
-    """Return the means of the metrics, at the steps and of the metrics that all runs have."""
+    """Return the means of the metrics, at the steps and of the metrics that all runs with steps have."""
+    runs = [run for run in runs if len(run)]
+    if not runs:
+        return Logged()
     steps = runs[0].steps
     for run in runs[1:]:
         steps = np.intersect1d(steps, run.steps)
@@ -76,8 +85,13 @@ def mean_over_runs(runs: Sequence[Logged]) -> Logged:
     metrics = {}
     for name in names:
         values = [run.metrics[name][np.searchsorted(run.steps, steps)] for run in runs]
-        metrics[name] = np.mean(values, axis=0)  # NaN where a run has no value
-    return Logged(steps, metrics)
+        mean = np.mean(values, axis=0)  # NaN where a run has no value
+        if not np.isnan(mean).all():
+            metrics[name] = mean
+    nulls = Counter[str]()
+    for run in runs:
+        nulls.update(run.nulls)
+    return Logged(steps, metrics, nulls)
 
 
 def is_number(value: Any) -> bool:

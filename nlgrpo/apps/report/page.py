@@ -92,7 +92,7 @@ def environment() -> Environment:
         return base64.b64encode(hashlib.sha256(source(file).encode()).digest()).decode()
 
     created.globals.update(source=source, sha256=sha256)
-    created.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    created.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False, "ensure_ascii": False}
     return created
 
 

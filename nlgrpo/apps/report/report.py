@@ -36,7 +36,7 @@ from nlgrpo.apps.report import (
 )
 from nlgrpo.apps.report.compare import TESTED, Setting, differences, format_p_value
 from nlgrpo.apps.report.page import Cell, Section, Table
-from nlgrpo.apps.report.run_loader import REFERENCE, TRAINING_KL, Model, ReportData
+from nlgrpo.apps.report.run_loader import TRAINING_KL, Model, ReportData
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_of, where_same_rewards
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
@@ -405,11 +405,11 @@ class _Report:
 
     def completions(self) -> Iterator[Section]:
         """Yield the browser of the completions of evaluations and of training."""
-        names = {REFERENCE: "before training"} if self.one is not None else {}
+        names: dict[str, str] = {}
         if self.one is not None:
-            names[self.one.label] = "after training"
+            names = {self.one.reference: "before training", self.one.label: "after training"}
         sampled = {names.get(label, label): one for label, one in self.found.sampled.items()}
-        sources = [completions.of_evaluation("evaluation", sampled)]
+        sources = [completions.of_evaluation("evaluation (first prompts)", sampled)]
         for model in self.found.models:
             objectives = configurations.objectives(self.found.settings[model.settings].config)
             for folder in model.folders:

@@ -50,9 +50,8 @@ def warnings_of(logged: Logged, config: Mapping[str, Any], kl: float) -> Iterato
             f"The entropy fell from {entropy[:2].mean():.2g} to {logged.last('entropy'):.2g} nats per token: the "
             "completions of a prompt are nearly the same."
         )
-    missing = _not_finite(logged)
-    if missing:
-        yield f"The gradient norm was not finite in {missing} of {len(logged)} steps."
+    if steps := logged.nulls.get("grad_norm"):
+        yield f"The gradient norm was not finite in {steps} step{'s' * (steps > 1)}."
 
 
 def _largest_n(config: Mapping[str, Any]) -> int:
@@ -64,8 +63,3 @@ def _largest_n(config: Mapping[str, Any]) -> int:
         if kind == "bon" and number.isdecimal():
             found.append(int(number))
     return max(found)
-
-
-def _not_finite(logged: Logged) -> int:
-    steps, _ = logged.points("grad_norm")
-    return len(logged) - len(steps) if len(steps) else 0

@@ -25,7 +25,9 @@ class Comet:
         self.experiment.log_metrics(in_trl(metrics), step=step)
 
     def table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        self.experiment.log_table(f"completions-{step}.json", [list(row) for row in rows], headers=list(columns))
+        table = [list(row) for row in rows]
+        if self.experiment.log_table(f"completions-{step}.csv", table, headers=list(columns)) is None:
+            raise RuntimeError("Comet did not take the table of completions")  # it prints why
 
     def close(self) -> None:
         self.experiment.end()

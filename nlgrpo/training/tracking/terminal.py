@@ -106,7 +106,8 @@ def phase_shares(values: Mapping[str, float]) -> str:
 
 def output(*, width: int = PLAIN_WIDTH, quiet: bool = False) -> Console:
     """Return a console on standard output; a file or a pipe has ``width`` columns."""
-    return Console(quiet=quiet) if sys.stdout.isatty() else Console(width=width, quiet=quiet)
+    in_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(quiet=quiet) if in_terminal else Console(width=width, quiet=quiet)
 
 
 def _live(console: Console, total_steps: int, resume_step: int) -> Progress | None:

@@ -6,7 +6,8 @@
   const NAMED = 8; // a chart with more curves has no legend, and names the curve under the pointer
 
   const data = document.getElementById("charts-data");
-  const { legend, panels } = data ? JSON.parse(data.textContent) : { legend: [], panels: [] };
+  const { legend, panels: every } = data ? JSON.parse(data.textContent) : { legend: [], panels: [] };
+  const panels = every.filter((panel) => panel.x.length);
   const steps = panels.flatMap((panel) => [panel.x[0], panel.x[panel.x.length - 1]]);
   const whole = [Math.min(...steps), Math.max(...steps)];
   const first = document.getElementById("charts-first");
@@ -15,7 +16,6 @@
   const hidden = new Set(); // labels of the runs whose curves are not shown
   let drawn = []; // {panel, chart, plot} of the charts on the page
   let range = whole;
-  let changing = false;
 
   function colour(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -60,6 +60,13 @@
     return uPlot.rangeNum(min, max, 0.08, false);
   }
 
+  // Steps were selected in a chart: show them in all.
+  function selected(chart) {
+    const { left, width } = chart.select;
+    if (width > 0) show([chart.posToVal(left, "x"), chart.posToVal(left + width, "x")]);
+    chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+  }
+
   function draw(panel, plot) {
     const all = lines(panel);
     const several = panel.series.length > NAMED;
@@ -90,11 +97,12 @@
       cursor: {
         focus: { prox: several ? 30 : -1 },
         sync: { key: "steps", filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } },
+        drag: { setScale: false },
         bind: { dblclick: () => () => show(whole) },
       },
       hooks: {
         setSeries: [together],
-        setScale: [(chart, key) => key === "x" && !changing && show([chart.scales.x.min, chart.scales.x.max])],
+        setSelect: [selected],
       },
     };
     const chart = new uPlot(options, [panel.x, ...all.map((line) => line.values)], plot);
@@ -110,9 +118,7 @@
     range = ends;
     first.value = Math.round(range[0]);
     last.value = Math.round(range[1]);
-    changing = true;
     for (const one of drawn) one.chart.setScale("x", { min: range[0], max: range[1] });
-    changing = false;
   }
 
   function add(panel, place) {
@@ -126,20 +132,16 @@
     title.append(" ", unit);
     figure.append(title, plot);
     place.append(figure);
-    changing = true;
     const one = { panel, plot, chart: draw(panel, plot) };
-    changing = false;
     drawn.push(one);
     new ResizeObserver(() => one.chart.setSize({ width: plot.clientWidth, height: HEIGHT })).observe(plot);
   }
 
   function redraw() {
-    changing = true;
     for (const one of drawn) {
       one.chart.destroy();
       one.chart = draw(one.panel, one.plot);
     }
-    changing = false;
     show(range);
   }
 

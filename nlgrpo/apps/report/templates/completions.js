@@ -11,6 +11,7 @@
     "source", "step", "order", "search", "returned", "count", "list",
   ].map((name) => document.getElementById("completions-" + name));
   let found = []; // the groups that are shown, with the samples of each column
+  let before = ""; // the step that was chosen when a search began
   let added = 0; // how many of them are on the page
 
   function element(name, text, kind) {
@@ -129,9 +130,14 @@
     const steps = [...new Set(chosen().groups.map((group) => group.step))].filter((one) => one !== null);
     step.replaceChildren(new Option("all", ""), ...steps.map((one) => new Option(one)));
     if (steps.length) step.value = steps[steps.length - 1];
+    before = step.value;
+    search.value = "";
     for (const one of [step.parentElement, ...document.querySelectorAll("#completions-before, #completions-after")]) {
       one.hidden = steps.length < 2;
     }
+    const marked = chosen().groups.some((group) => group.columns.some((one) => one.samples.some((sample) => sample[3])));
+    returned.parentElement.hidden = !marked;
+    returned.checked = returned.checked && marked;
     order.replaceChildren(new Option("as sampled", -1), ...chosen().numbers.map((name, i) => new Option(name, i)));
     show();
   }
@@ -149,7 +155,8 @@
     for (const control of [step, order, returned]) control.addEventListener("change", show);
     let waiting = 0;
     search.addEventListener("input", () => {
-      if (search.value !== "") step.value = ""; // a search is in all steps
+      if (search.value !== "" && step.value !== "") before = step.value;
+      step.value = search.value !== "" ? "" : before; // a search is in all steps
       clearTimeout(waiting);
       waiting = setTimeout(show, 150);
     });
