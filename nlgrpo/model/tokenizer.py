@@ -25,9 +25,12 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # transformers reads some settings only when they are used
-    except Exception as error:  # tokenizers raises bare exceptions
+        empty = set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids)
+    except (
+        Exception
+    ) as error:  # tokenizers raises bare exceptions, transformers a RecursionError for an unknown unk_token
         raise UserError(_unreadable(source, error)) from error
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+    if empty:
         raise UserError(
             f"{source} has no tokenizer: its files (tokenizer.json, or vocab.json with merges.txt) are missing"
         )

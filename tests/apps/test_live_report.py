@@ -113,18 +113,20 @@ def test_a_browser_follows_a_run(tmp_path, serve):
         wait_for(lambda: "run: 2/10" in page.run("document.querySelector('p').textContent"))
         frame = "document.querySelector('iframe')"
         window = f"{frame}.contentWindow"
-        image = f"{frame}.contentDocument?.querySelector('img')?.src ?? ''"  # there is no document during navigation
-        wait_for(lambda: page.run(image))
+        # there is no document during navigation
+        curves = f"{frame}.contentDocument?.getElementById('charts-data')?.textContent ?? ''"
+        wait_for(lambda: page.run(curves))
+        wait_for(lambda: page.run(f"{frame}.contentDocument.querySelectorAll('.uplot').length"))
         scroll = f"{window}.scrollTo(0, 120), {window}.scrollY"
         wait_for(lambda: page.run(scroll) == 120)  # once the report is that high
         page.run(f"{frame}.dispatchEvent(new Event('load'))")
         assert page.run(f"{window}.scrollY") == 120
-        address, picture = page.run(f"{frame}.src"), page.run(image)
+        address, drawn = page.run(f"{frame}.src"), page.run(curves)
         write_run(run, 9)
         live.update()
         wait_for(lambda: page.run(f"{frame}.src") != address)
         wait_for(lambda: "run: 9/10" in page.run("document.querySelector('p').textContent"))
-        wait_for(lambda: page.run(image) not in ("", picture))
+        wait_for(lambda: page.run(curves) not in ("", drawn))
         wait_for(lambda: page.run(f"{window}.scrollY") == 120)
         page.screenshot(tmp_path / "watch.png")
         assert page.console == []

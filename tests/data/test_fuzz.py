@@ -200,6 +200,7 @@ def test_a_damaged_tokenizer_or_config_is_read_or_named(tmp_path, name, data):
         ("config.json", {"num_hidden_layers": -1}),
         ("config.json", {"vocab_size": 2**40}),
         ("tokenizer_config.json", {"model_max_length": {}}),
+        ("tokenizer_config.json", {"unk_token": ""}),
     ],
 )
 def test_numbers_that_no_model_has_are_refused(tmp_path, name, changes):
