@@ -26,9 +26,7 @@ def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # transformers reads some settings only when they are used
         empty = set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids)
-    except (
-        Exception
-    ) as error:  # tokenizers raises bare exceptions, transformers a RecursionError for an unknown unk_token
+    except Exception as error:  # tokenizers raises bare exceptions, and transformers recurses with unk_token = ""
         raise UserError(_unreadable(source, error)) from error
     if empty:
         raise UserError(

@@ -24,7 +24,8 @@ def write_run(folder, steps, total=10):
     folder.mkdir(parents=True, exist_ok=True)
     config = {"train": {"steps": total}, "rewards": {"short": {"function": "length(target=25)", "objective": "bon:4"}}}
     (folder / "config.json").write_text(json.dumps(config))
-    lines = [{"step": i, "reward": i / 10, "objective/short": i / 5, "kl": 0.1 * i} for i in range(steps)]
+    metrics = ("objective/short", "kl", "entropy", "grad_norm", "loss", "completions/mean_length")
+    lines = [{"step": i, "reward": i / 10, **{name: i / 5 for name in metrics}} for i in range(steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
