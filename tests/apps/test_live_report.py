@@ -25,7 +25,7 @@ def write_run(folder, steps, total=10):
     config = {"train": {"steps": total}, "rewards": {"short": {"function": "length(target=25)", "objective": "bon:4"}}}
     (folder / "config.json").write_text(json.dumps(config))
     metrics = ("objective/short", "kl", "entropy", "grad_norm", "loss", "completions/mean_length")
-    lines = [{"step": i, "reward": i / 10, **{name: i / 5 for name in metrics}} for i in range(steps)]
+    lines = [{"step": i, "reward": i / 10, **dict.fromkeys(metrics, i / 5)} for i in range(steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
