@@ -158,6 +158,7 @@ def test_every_command_has_help(command, call):
     assert out.startswith(f"usage: nlgrpo {command}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("command", ["train", "report", "compare", "watch", "push"])
 def test_help_takes_no_second(command):
     """PyTorch, transformers and matplotlib take several."""

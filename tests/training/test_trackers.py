@@ -256,6 +256,7 @@ def mlflow(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_warnings")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("store", ["default", "folder", "sqlite", "skinny"])
 def test_mlflow(tmp_path, monkeypatch, mlflow, store):
     """In the store that it has by default, in those that a user names, and in that of mlflow-skinny alone."""
@@ -291,6 +292,7 @@ def comet_messages(path):
         return [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warnings")
 def test_comet_offline(tmp_path, monkeypatch):
     pytest.importorskip("comet_ml")
@@ -320,6 +322,7 @@ def test_comet_offline(tmp_path, monkeypatch):
     assert parameters["rollout.samples"] == "8"
 
 
+@pytest.mark.slow
 def test_comet_without_a_key_does_not_ask_for_one(tmp_path, monkeypatch, capsys):
     pytest.importorskip("comet_ml")
     monkeypatch.setenv("HOME", str(tmp_path))
