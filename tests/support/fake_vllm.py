@@ -80,6 +80,7 @@ class FakeVLLM:
         self.model, self.version, self.running = decoder.load(self.source), "default", 0
         self.worker, self.adapters = FakeWorker(self), {}
         self.lock = threading.Lock()
+        self.rpc_lock = threading.Lock()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -133,7 +134,8 @@ class FakeVLLM:
             if self.without_worker:
                 message = "Worker failed: 'CPUWorker' object has no attribute 'load_policy'"
                 return failed(500, "InternalServerError", message)
-            return 200, {"results": [getattr(self.worker, body["method"])(**body["kwargs"])]}
+            with self.rpc_lock:  # vLLM's engine runs them one after the other
+                return 200, {"results": [getattr(self.worker, body["method"])(**body["kwargs"])]}
         if path == "/v1/load_lora_adapter":
             return self.load_adapter(body["lora_name"], Path(body["lora_path"]))
         if path == "/v1/unload_lora_adapter":
