@@ -1,6 +1,6 @@
 """Best-of-4 training in TRL: GRPOTrainer with reward functions wrapped by `linearized` or `aggregated`.
 
-pip install trl==1.16.0
+pip install "nlgrpo[trl]"
 python examples/trl_best_of_n.py                       # nlgrpo's embedded model on a CPU, half a minute
 python examples/trl_best_of_n.py --two                 # two rewards at once, their smooth minimum
 python examples/trl_best_of_n.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --max-length 256

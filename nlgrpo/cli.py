@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nlgrpo import __version__, errors
 from nlgrpo.config import command_line
@@ -107,14 +108,31 @@ COMMANDS = {
 }
 
 
-# Where --help is answered without PyTorch, which takes seconds to import.
-HELP = {"train": "nlgrpo.config.recipes:from_arguments"}
+# What answers --help without PyTorch, which takes seconds to import. The other commands answer it themselves.
+HELP = {
+    "train": "nlgrpo.config.recipes:from_arguments",
+    "generate": "nlgrpo.apps.respond.options:read_generate",
+    "serve": "nlgrpo.apps.respond.options:read_serve",
+    "evaluate": "nlgrpo.apps.evaluate.options:read_options",
+    "rollout": "nlgrpo.apps.rollout.options:read_options",
+    "sweep": "nlgrpo.apps.sweep.options:read_options",
+    "reward-model": "nlgrpo.apps.reward_model.config:show_help",
+    "value": "nlgrpo.apps.guided.value_config:show_help",
+    "merge": "nlgrpo.apps.convert.options:read_merge",
+    "iro": "nlgrpo.apps.guided.options:read_iro",
+    "decode": "nlgrpo.apps.guided.options:read_decode",
+    "curves": "nlgrpo.apps.curves.options:read_options",
+    "plan": "nlgrpo.apps.plan.options:read_options",
+    "from-trl": "nlgrpo.apps.convert.options:read_from_trl",
+    "doctor": "nlgrpo.apps.doctor.options:read_options",
+    "verify": "nlgrpo.apps.verify.options:read_options",
+}
 
 
 def completion(arguments: Sequence[str]) -> int:
-    """Run ``nlgrpo completion``, the only command that needs the table of commands."""
+    """Run ``nlgrpo completion``, the only command that needs the table of commands, and what prints their help."""
     run: Callable[..., int] = importlib.import_module("nlgrpo.apps.shell.shell").print_completion
-    return run(arguments, COMMANDS)
+    return run(arguments, {name: (HELP.get(name, place), about) for name, (place, about) in COMMANDS.items()})
 
 
 def usage() -> str:
@@ -152,12 +170,18 @@ def _run(arguments: Sequence[str]) -> int:
         longer = [name for name in COMMANDS if arguments[0] and name.startswith(arguments[0])]
         hint = did_you_mean(longer[:1] or nearest(arguments[0], COMMANDS), f"; the commands are: {', '.join(COMMANDS)}")
         raise UserError(f"unknown command {arguments[0]!r}{hint}")
-    wants_help = {"-h", "--help"} & set(arguments)
-    place = HELP.get(arguments[0]) if wants_help else None
-    module, function = (place or COMMANDS[arguments[0]][0]).split(":")
     command_line.check_arguments(arguments[1:], grid=arguments[0] == "sweep")
     with disk_errors():
-        return int(getattr(importlib.import_module(module), function)(arguments[1:]))
+        if {"-h", "--help"} & set(arguments) and arguments[0] in HELP:
+            _load(HELP[arguments[0]])(arguments[1:])  # exits
+        return int(_load(COMMANDS[arguments[0]][0])(arguments[1:]))
+
+
+def _load(place: str) -> Callable[[Sequence[str]], Any]:
+    """Import a function, ``module:function``."""
+    module, function = place.split(":")
+    found: Callable[[Sequence[str]], Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Baseline = Literal["mean", "loo", "none"]
+Kind = Literal["mse", "bce"]  # of a value model
 ALL_LINEAR = "all-linear"  # PEFT's name for all linear layers but the head
 
 

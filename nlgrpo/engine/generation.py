@@ -6,7 +6,7 @@ depends only on (seed, prompt, sample, position), not on the batch or the number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
@@ -49,6 +49,8 @@ class RolloutRequest:
     """
     first_sample: int | Sequence[int] = 0
     """Number of the first completion, of all prompts or of each, (P,): from 2, M = 3 samples are those 2, 3 and 4."""
+    on_progress: Callable[[int], None] | None = None
+    """Called with the number of prompts that are finished, while others are sampled. vLLM in this process does not."""
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -70,6 +72,11 @@ class RolloutRequest:
             index=self.numbers[start:stop],
             first_sample=self.first_samples[start:stop],
         )
+
+    def report(self, prompts: int) -> None:
+        """Say that the completions of so many prompts are sampled."""
+        if self.on_progress is not None:
+            self.on_progress(prompts)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise UserError for ``samples`` below 1, and as `check_prompts`."""
@@ -159,7 +166,9 @@ def sample_rollout(model: Decoder, request: RolloutRequest) -> Rollout:
     parts = []
     with torch.inference_mode(), _out_of_memory(min(together, len(prompts)) * samples):
         for start in range(0, len(prompts), together):
-            parts.append(_decode(model, request.part(start, start + together)))
+            part = request.part(start, start + together)
+            parts.append(_decode(model, part))
+            request.report(start + len(part.prompts))
     return rollout_of(request, parts, model.head_weight.device)
 
 

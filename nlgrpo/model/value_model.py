@@ -7,7 +7,6 @@ completions and S states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from torch import Tensor
 from nlgrpo.model.decoder import Decoder
 from nlgrpo.model.packing import MicroBatch
 from nlgrpo.model.reward_model import score
+from nlgrpo.sections import Kind
 
-Kind = Literal["mse", "bce"]
 PROBLEM_TYPES: dict[Kind, str] = {"mse": "regression", "bce": "multi_label_classification"}  # transformers' names
 
 

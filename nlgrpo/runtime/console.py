@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +36,16 @@ def first_tokens(name: str, ids: Sequence[int] | None, tokenizer: Any) -> dict[s
     shown = text if len(text) <= 2 * ENDS else f"{text[:ENDS]} ... {text[-ENDS:]}"
     listed = numbers if len(numbers) <= 16 else [*numbers[:8], "...", *numbers[-8:]]
     return {name: f"{shown}\n{len(ids)} token{'s' * (len(ids) > 1)}: {' '.join(listed)}"}
+
+
+def can_be_live(console: Console) -> bool:
+    """Whether lines of the console can change: it is a terminal, and not the output of a notebook.
+
+    A notebook gives a command a terminal, or FORCE_COLOR, for which rich takes any output for a terminal.
+    """
+    redirected = console.file is sys.stdout and not sys.stdout.isatty()
+    in_notebook = "JPY_PARENT_PID" in os.environ
+    return console.is_terminal and not console.is_dumb_terminal and not redirected and not in_notebook
 
 
 def size(number: float) -> str:

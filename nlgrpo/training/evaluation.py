@@ -9,6 +9,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.runtime.progress import progress
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.training.build import Setup
 from nlgrpo.training.tracking.terminal import output
@@ -21,15 +22,21 @@ def evaluate(setup: Setup, engine: Engine, when: str) -> EvaluationSamples:
     The seed is one that training never uses. ``when``: "before" or "after" training, which the first rank prints.
     """
     cfg = setup.config
-    if setup.ranks.first:
-        prompts = min(cfg.evaluation.prompts, len(setup.held_out))
-        begins = f"evaluating {prompts} prompts x {cfg.evaluation.samples} samples {when} training"
-        output().print(begins, highlight=False)
+    ranks = setup.ranks
+    prompts = min(cfg.evaluation.prompts, len(setup.held_out))
+    console = output(quiet=not ranks.first)
+    console.print(f"evaluating {prompts} prompts x {cfg.evaluation.samples} samples {when} training", highlight=False)
     objective = setup.objective
-    sampler = replace(setup.sampler, samples=cfg.evaluation.samples, seed=cfg.train.seed ^ (1 << 62))
-    sampled = evaluation_samples.evaluate(
-        sampler, engine, _prompts(setup), setup.ranks, objective.objectives, objective.weights
-    )
+    with progress("prompts sampled", prompts, console) as show:
+        sampler = replace(
+            setup.sampler,
+            samples=cfg.evaluation.samples,
+            seed=cfg.train.seed ^ (1 << 62),
+            on_progress=lambda done: show(min(done * ranks.world, prompts)),
+        )
+        sampled = evaluation_samples.evaluate(
+            sampler, engine, _prompts(setup), ranks, objective.objectives, objective.weights
+        )
     return replace(sampled, left_out=setup.held_out.left_out)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -35,11 +36,13 @@ from nlgrpo.model.fsdp import TOO_LARGE, check_finite, clip_gradients
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.device import compute_dtype, master_dtype
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.progress import QUIET
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, every
 from nlgrpo.training.learner import make_optimizer
 from nlgrpo.training.schedules import learning_rate
 from nlgrpo.training.tracking.logger import MetricsLogger
+from nlgrpo.training.tracking.terminal import output
 from nlgrpo.training.trainer import Trainer
 
 
@@ -103,8 +106,11 @@ class ScalarHeadTrainer(Trainer):
         """
 
     @abstractmethod
-    def evaluate(self) -> dict[str, Any]:
-        """Evaluate on the held-out examples; {} without them. Collective, the same on all ranks."""
+    def evaluate(self, console: Console = QUIET) -> dict[str, Any]:
+        """Evaluate on the held-out examples; {} without them. Collective, the same on all ranks.
+
+        ``console`` shows the progress.
+        """
 
     @abstractmethod
     def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table: ...
@@ -123,7 +129,7 @@ class ScalarHeadTrainer(Trainer):
         stats["epoch"] = (step * self.per_step + len(rows)) / self.examples
         stats |= self.speed(clock, tokens)
         if every(self.config.evaluation.every, step + 1) and self.tested:
-            results = self._evaluate()
+            results = self._evaluate(QUIET)  # the progress of the training is live
             stats |= {f"held_out/{name}": results[name] for name in self.WATCHED}
         log.log(step, stats)
 
@@ -176,8 +182,8 @@ class ScalarHeadTrainer(Trainer):
         return found
 
     @phase("evaluation")
-    def _evaluate(self) -> dict[str, Any]:
-        return self.evaluate()
+    def _evaluate(self, console: Console | None = None) -> dict[str, Any]:
+        return self.evaluate(console or output(quiet=not self.ranks.first))
 
     def evaluate_before(self) -> dict[str, Any]:
         path = self.folder / self.RESULTS

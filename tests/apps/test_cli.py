@@ -159,7 +159,7 @@ def test_every_command_has_help(command, call):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("command", ["train", "report", "compare", "watch", "push"])
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_help_takes_no_second(command):
     """PyTorch, transformers and matplotlib take several."""
     script = (

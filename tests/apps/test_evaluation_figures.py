@@ -66,6 +66,8 @@ def test_rewards_over_n():
     assert [line.get_color() for line in panels[0].lines] == [LOOKS[name].colour for name in MODELS]
     band = panels[0].collections[1].get_datalim(panels[0].transData)
     assert (band.y0, band.y1) == pytest.approx((0.5, 3.5))
+    panels = evaluation_figures.best_of_n(table, LOOKS, binary=["b"]).axes
+    assert [axes.get_title() for axes in panels] == ["a: best-of-N", "a: worst-of-N", "b: pass@N", "b: worst-of-N"]
 
 
 def test_gold_by_choice_of_a_proxy_comes_directly_after_the_proxy():

@@ -589,28 +589,6 @@ def test_an_error_on_another_rank_ends_the_work():
     assert done == ["a", "d", "a"]
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def test_progress_in_a_log_file(monkeypatch, capsys):
-    now = iter([0.0, 10.0, 40.0, 50.0, 90.0, 100.0])  # the beginning, and when each of five pieces was done
-    monkeypatch.setattr(work_queue.time, "monotonic", lambda: next(now))
-    queue = work_queue.WorkQueue(Ranks(0, 1, torch.device("cpu")), Console(width=80))
-    assert queue.work("letters", "abcde", lambda piece: None)
-    assert capsys.readouterr().out.splitlines() == [
-        "letters  2/5  1:00 left  0.05/s",
-        "letters  4/5  0:22 left  0.0444/s",
-    ]
-
-
-def test_progress_on_a_terminal():
-    console = Console(force_terminal=True, width=80, record=True)
-    queue = work_queue.WorkQueue(Ranks(0, 1, torch.device("cpu")), console)
-    seen = []
-    assert queue.work("letters", "abc", lambda piece: seen.append(console.export_text(clear=False)))
-    assert len(seen) == 3
-
-
 def test_summary_equals_counting():
     rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]], dtype=torch.float64)
     pairs = [(i, j) for i in range(4) for j in range(4) if i != j]

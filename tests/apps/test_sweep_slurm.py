@@ -17,7 +17,7 @@ from support.sweep_runs import CODE
 
 from nlgrpo import cli
 from nlgrpo.apps.sweep import launchers, sweep
-from nlgrpo.apps.sweep.launchers import SlurmOptions
+from nlgrpo.apps.sweep.options import SlurmOptions
 from nlgrpo.apps.sweep.state import SWEEP_FILE, read_sweep_state
 from nlgrpo.training.tracking.run_files import read_jsonl
 

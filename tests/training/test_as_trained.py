@@ -12,6 +12,7 @@ from support.chat_model import chat_model
 from support.helpers import tiny_model
 
 from nlgrpo import cli, train
+from nlgrpo.apps.respond import loading
 from nlgrpo.apps.respond.options import ResponderOptions
 from nlgrpo.data.conversations import ChatOptions
 from nlgrpo.engine import as_trained, transformers_backend
@@ -137,7 +138,7 @@ def test_prompts_are_made_as_in_training(work, capsys):
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=False
     )
-    responder, notes = ResponderOptions(model=str(folder / "model")).load()
+    responder, notes = loading.load(ResponderOptions(model=str(folder / "model")))
     assert any("system prompt 'Be brief.'" in note for note in notes)
     [response] = responder(["2+2?"], seed=0)
     model = decoder.load(folder / "model")
@@ -166,7 +167,7 @@ def test_arguments_of_the_template_in_training_do_not_refuse_texts(work, capsys)
     [row] = generated(capsys, "2+2?", "--model", str(folder))
     assert row["prompt"] == "2+2?"
     messages = [{"role": "user", "content": "2+2?"}]
-    responder, _ = ResponderOptions(model=str(folder)).load()
+    responder, _ = loading.load(ResponderOptions(model=str(folder)))
     expected = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, enable_thinking=False, tokenize=True, return_dict=False
     )
@@ -184,7 +185,7 @@ def test_a_server_prompts_as_in_training(work):
     from nlgrpo.apps.respond.batching import Batcher
 
     folder = run(work, "serves", "chat", "--data.system-prompt", "Be brief.", "--rollout.max-new-tokens", "4")
-    responder, _ = ResponderOptions(model=str(folder / "model")).load()
+    responder, _ = loading.load(ResponderOptions(model=str(folder / "model")))
     seen = []
     batcher = Batcher(responder)
     submit = batcher.submit

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-import tyro
+from torch import Tensor
 
+from nlgrpo.apps.convert.options import read_merge
 from nlgrpo.engine import as_trained
 from nlgrpo.errors import UserError
 from nlgrpo.model import adapters, decoder, hf_weights, lora, reward_model, tokenizer
 from nlgrpo.model.adapters import Adapter
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime import atomic_files
+from nlgrpo.runtime.progress import track
+from nlgrpo.training.tracking.terminal import output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-@dataclass
-class Merge:
-    """Merge an adapter in PEFT's format into its model: W + (alpha / r) B A, computed in float32.
-
-    The result is a Hugging Face directory that needs no adapter: a causal model, or a classifier for the adapter of a
-    reward model.
-    """
-
-    adapter: Annotated[str, tyro.conf.Positional]
-    """Folder with adapter_config.json, such as runs/NAME/adapter."""
-    out: str
-    """Folder to write."""
-    model: str | None = None
-    """Model that the adapter was trained on. None: the one that it names."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Dtype of the result. auto: that of the model."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Merge. Raises UserError for a folder that is not empty, a missing or unsupported adapter, and a wrong model."""
-    options = tyro.cli(Merge, args=list(arguments), prog="nlgrpo merge")
+    options = read_merge(arguments)
     folder = Path(os.path.expanduser(options.out))
     adapter = adapters.read_adapter(options.adapter)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -67,7 +50,7 @@ def _merge_causal_model(adapter: Adapter, source: Path, stored: torch.dtype, dty
     model = decoder.load(source, dtype=adapter.dtype, shard=lambda m: lora.attach(m, adapter.config, stored))
     adapters.load_adapter(model, adapter)
     as_trained.check_base(adapter.folder, source)
-    merged = lora.merged(model, model.named_parameters(), dtype)
+    merged = _shown(model, lora.merged(model, model.named_parameters(), dtype))
     own = load_tokenizer(_tokenizer_folder(adapter, source))
     assumed = adapter.folder if (adapter.folder / hf_weights.SAMPLING_FILES[0]).is_file() else source
     decoder.save(model, folder, tokenizer=own, parameters=merged, dtype=dtype, like=assumed)
@@ -91,9 +74,15 @@ def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.
         tokenizer=own,
         pad=reward_model.padding_id(model.config, own, trained),
         max_length=longest if place == adapter.folder else model.shape.context,
-        parameters=lora.merged(model, model.named_parameters(), dtype),
+        parameters=_shown(model, lora.merged(model, model.named_parameters(), dtype)),
         dtype=dtype,
     )
+
+
+def _shown(model: torch.nn.Module, merged: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Show how many of the merged tensors are written."""
+    tensors = sum(not lora.is_adapter(name) for name, _ in model.named_parameters())
+    return track(merged, "tensors", tensors, output())
 
 
 def _tokenizer_folder(adapter: Adapter, source: Path) -> Path:

@@ -16,13 +16,11 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +28,7 @@ from rich.text import Text
 
 from nlgrpo import __version__
 from nlgrpo.apps.curves import calibration_figures
+from nlgrpo.apps.curves.options import read_options
 from nlgrpo.apps.report import figures
 from nlgrpo.calibration.alignment import EXPONENTS, Curve, Transform, alignment_curve, at_kl, parse_transform, suggest
 from nlgrpo.calibration.transforms import Log
@@ -45,35 +44,9 @@ NUMBER = r"\s*[-+]?\d*\.?\d+\.?(?:e[-+]?\d+)?\s*(?::|,|$)"  # an entry of a dist
 REFERENCE = (2, 4, 8)  # m of best-of-m of the reference, drawn next to the curves
 
 
-@dataclass
-class Curves:
-    """Win rate against KL of transforms of a calibrated reward (InfAlign, Theorem 3), for any model and reward."""
-
-    n: int = 4
-    """N of best-of-N and worst-of-N, for both the model and the reference."""
-    transforms: str = "identity,log,exp:10,exp:-10,bon_fp,won_fp"
-    """Separated by commas: identity, log, exp:T, power:T, bon_fp (optimal for each beta), bon_fp:N:BETA, won_fp,
-    fp:PROCEDURE (the same for any procedure, as below), file.py:f."""
-    procedures: str = ""
-    """Further procedures at inference, separated by commas: any rank-based objective, such as cvar:0.1, bop:4 or
-    distortion:file.py:f."""
-    kls: str = "0.5,1,2,3"
-    """KLs of the table, in nats. The curves end at the largest."""
-    betas: str = ""
-    """Betas of the table and the curves, instead of KLs."""
-    suggest: int | None = None
-    """Print the best t of exp:t for best-of-N with this N, and write nothing."""
-    kl: float = 1.0
-    """KL for --suggest."""
-    worst: bool = False
-    """Suggest for worst-of-N instead of best-of-N."""
-    out: Path = Path("runs/curves")
-    """Folder of curves.json, curves.csv and curves.png."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Print the table and write the files, or print a suggestion. Raises UserError for invalid options."""
-    options = tyro.cli(Curves, args=list(arguments), prog="nlgrpo curves")
+    options = read_options(arguments)
     start = time.perf_counter()
     console = Console()
     if options.suggest is not None:

@@ -11,12 +11,10 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +30,7 @@ from nlgrpo.apps.doctor import (
     check_training,
 )
 from nlgrpo.apps.doctor.findings import Check, Result, run, without_folders
+from nlgrpo.apps.doctor.options import Doctor, read_options
 from nlgrpo.runtime.atomic_files import atomic_write
 
 CHECKS = (
@@ -61,21 +60,9 @@ SETTINGS = ("NLGRPO_TRITON", "NLGRPO_ATTENTION", "TRITON_INTERPRET", "OMP_NUM_TH
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 
 
-@dataclass
-class Doctor:
-    """Check this machine, and whether nlgrpo computes on it what it should. Exit status 1 if a check fails."""
-
-    only: tuple[str, ...] = ()
-    """Names of the checks to run; all by default."""
-    json: str = ""
-    """File for the results in JSON, to attach to an issue; - for stdout, with the table on stderr."""
-    list: bool = False
-    """List the checks instead of running them."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the checks and print the table. Returns 0 if none failed, 1 if one did, and 2 for wrong options."""
-    options = tyro.cli(Doctor, args=[*arguments], prog="nlgrpo doctor")
+    options = read_options(arguments)
     if options.list:
         for check in CHECKS:
             print(f"{check.name:<14} {check.about}")

@@ -11,7 +11,6 @@ Ranks share the work, and the folder.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from nlgrpo.apps.evaluate import results
 from nlgrpo.apps.evaluate.model_evaluation import EvaluationOptions, build_evaluation, evaluate
 from nlgrpo.apps.evaluate.named_models import NamedModel, named
+from nlgrpo.apps.evaluate.options import read_options
 from nlgrpo.calibration import rewind
 from nlgrpo.config import recipes, schema, validate
 from nlgrpo.config.overrides import override
@@ -39,29 +39,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     Starts from the configuration of the first model that is the folder of a run; otherwise from the file, or from the
     recipe `blank`. Raises UserError for invalid options.
     """
-    given = list(arguments)
-    names: list[str] = []
-    while given and not given[0].startswith("-"):
-        names.append(given.pop(0))
-    parser = argparse.ArgumentParser(prog="nlgrpo evaluate", allow_abbrev=False, description=ABOUT)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--reference", help="model to compare with; default: the initial model of the run")
-    parser.add_argument("--file", type=Path, help="TOML file with data, rewards, ... as for training")
-    parser.add_argument("--out", type=Path, default=Path("runs/evaluation"), help="folder of samples and results")
-    parser.add_argument(
-        "--n", "--samples", type=int, default=64, help="completions per prompt; use --samples under torchrun"
-    )
-    parser.add_argument(
-        "--ns", default="1,2,4,8,16", help="values of N for best-of-N and worst-of-N, separated by commas"
-    )
-    parser.add_argument(
-        "--procedures",
-        default="bon,wor",
-        help='"bon", "wor" (for every N), "soft:0.1", "cvar:0.1", "rewind:0.85:32", ...',
-    )
-    parser.add_argument("--gold", default="", help="rewards that score what the other rewards choose")
-    parser.add_argument("--no-kl", action="store_true", help="leave out the KL to the reference, a third of the time")
-    known, rest = parser.parse_known_args(given)
+    names, known, rest = read_options(arguments)
     if not names:
         raise UserError("no model to evaluate; name runs or models first: nlgrpo evaluate runs/a")
     models = named(names)
@@ -77,14 +55,6 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
     reference = known.reference or cfg.model.path
     return EvaluationOptions(models, reference, known.out, procedures, ns, gold, not known.no_kl), cfg
-
-
-ABOUT = """Compare models with a reference under each inference procedure: nlgrpo evaluate MODEL [MODEL ...] [options]
-
-A model is the folder of a run, one of its checkpoints (RUN/checkpoints/step-00000300), a Hugging Face directory, or a
-hub name; LABEL=PATH gives it a label. The folder of a sweep stands for all its finished runs. Configuration keys
-such as --data.source, --rewards.NAME.function, --rollout.temperature and --evaluation.prompts are options too; they
-override the configuration of the first model that is a run. Under torchrun, write --samples instead of --n."""
 
 
 def _base(models: Sequence[NamedModel], file: Path | None) -> tuple[Config, bool]:

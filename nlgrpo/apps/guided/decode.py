@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo.apps.guided.decoding import RESULTS, Comparison, ComparisonOptions, build_comparison, results, run
+from nlgrpo.apps.guided.decoding import RESULTS, Comparison, build_comparison, results, run
+from nlgrpo.apps.guided.options import ComparisonOptions, read_decode
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
@@ -29,16 +29,6 @@ from nlgrpo.runtime.supervision import process_group
 from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 
-ABOUT = """Compare decoding methods for a frozen model: nlgrpo decode [recipe] [file.toml] --guide OUT [options]
-
-Recipe, file and keys are those of `nlgrpo train`; the prompts are those that a run holds out, and the weighted sum of
-the rewards chooses the response. Methods: "bon", best-of-N; "iro", guided search by all values of --guide; "iro:2", by
-the first two; "compressed", by the compressed value of `nlgrpo iro`; "cd", chunks after one beam by the first value;
-"args" or "args:WEIGHT", the most likely tokens by log-prob plus WEIGHT times the reward of the prefix;
-"cards:REWARD", segments that the reward accepts or rejects, where REWARD is its goal. With --tuned and --untuned:
-"implicit", guided search by log p_tuned - log p_untuned; "weak_to_strong", the same without a preference for different
-beams, where it also chooses the response; "bon-i", best-of-N by it. --gold names a reward of weight 0 that evaluates
-the responses."""
 LARGEST = 1 << 20  # candidates of a prompt
 
 
@@ -47,9 +37,7 @@ LARGEST = 1 << 20  # candidates of a prompt
 
 def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]:
     """Parse the command line. Raises UserError for options that cannot be run."""
-    options, rest = tyro.cli(
-        ComparisonOptions, args=list(arguments), prog="nlgrpo decode", description=ABOUT, return_unknown_args=True
-    )
+    options, rest = read_decode(arguments)
     cfg, _ = from_arguments(rest)
     validate.refuse(
         [

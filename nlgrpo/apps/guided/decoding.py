@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from nlgrpo.apps.guided import implicit_reward, value_dataset
 from nlgrpo.apps.guided.decoding_methods import DecodingMethod, GivenModels, decoding_method, theory
 from nlgrpo.apps.guided.implicit_reward import TextImplicitReward
+from nlgrpo.apps.guided.options import ComparisonOptions
 from nlgrpo.apps.respond.choosing import Chooser
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, PromptSet
@@ -47,35 +48,6 @@ from nlgrpo.runtime.work_queue import WorkQueue
 
 RESULTS = "decode.json"
 OF_MODELS = (ModelValue, guides.TextValue, ImplicitReward, TextImplicitReward)
-
-
-@dataclass
-class ComparisonOptions:
-    """Options in addition to the configuration keys."""
-
-    guide: tuple[Path, ...] = ()
-    """The folder of `nlgrpo iro`, or one or more value models."""
-    betas: tuple[float, ...] = ()
-    """Weights of the value models: V = sum_i V_i / beta_i. Default: those of the folder, else 1 each."""
-    methods: tuple[str, ...] = ("bon", "iro")
-    """Decoding methods to compare."""
-    budgets: tuple[int, ...] = (4, 16, 64)
-    """Budgets N = K B, candidates per prompt. K of a search is the largest divisor of N up to its square root."""
-    chunk: int | None = None
-    """Tokens per chunk, L. None: as in the folder of `nlgrpo iro`, else 16."""
-    choose: Literal["reward", "value", "majority"] = "reward"
-    """How the response is chosen: the candidate with the largest reward or value, or the first one with the most
-    frequent final answer. For "value", best-of-N uses all value models, other methods those that guide them."""
-    gold: str | None = None
-    """A reward of the configuration, of weight 0, that evaluates the responses and takes no part in choosing them."""
-    tuned: str = ""
-    """Tuned model of an implicit reward, log p_tuned - log p_untuned: a run, a directory or a hub name."""
-    untuned: str = ""
-    """Untuned model of the implicit reward: what `tuned` was trained from."""
-    out: Path | None = None
-    """Folder of the results. None: runs/<recipe>-decode."""
-    dry_run: bool = False
-    """Print the plan and decode nothing."""
 
 
 @dataclass(frozen=True)

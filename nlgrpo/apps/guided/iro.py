@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from nlgrpo.apps.guided.value_loop import RESULTS, Loop, LoopOptions, results
+from nlgrpo.apps.guided.options import LoopOptions, read_iro
+from nlgrpo.apps.guided.value_loop import RESULTS, Loop, results
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
@@ -39,18 +39,10 @@ from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.work_queue import WorkQueue
 from nlgrpo.training import scalar_heads
 
-ABOUT = """Learn value models that guide a frozen model (IRO): nlgrpo iro [recipe] [file.toml] [--section.key value]
-
-Recipe, file and keys are those of `nlgrpo train`: the frozen model is model.path, the prompts are those of data.source,
-and the values predict the weighted sum of the rewards. The same command resumes after a stop or a kill. `nlgrpo
-generate --guide OUT` decodes with the learned values."""
-
 
 def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
     """Parse the command line. Raises UserError for options that cannot be run."""
-    options, rest = tyro.cli(
-        LoopOptions, args=list(arguments), prog="nlgrpo iro", description=ABOUT, return_unknown_args=True
-    )
+    options, rest = read_iro(arguments)
     cfg, _ = from_arguments(rest)
     options.out = options.out or Path(f"runs/{cfg.recipe}-iro")
     _ = options.search  # raises UserError for values out of range

@@ -10,9 +10,8 @@ import tyro
 
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import LARGEST, EpochsConfig, HeldOutConfig, ScalarHeadConfig, bounded, dashed, out_of_bounds
-from nlgrpo.config.validate import refuse, shared_faults
 from nlgrpo.errors import UserError
-from nlgrpo.model.value_model import Kind
+from nlgrpo.sections import Kind
 
 ABOUT = """Fit a value model to the final rewards of completions, on every prefix: nlgrpo value train [file.toml] ..
 
@@ -125,8 +124,15 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
     return cfg
 
 
+def show_help(arguments: Sequence[str]) -> None:
+    """Print the help of `nlgrpo value train`, or of ``compress``, and exit."""
+    from_arguments(["--help"], compress="compress" in arguments)
+
+
 def check_value_config(cfg: ValueConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
+    from nlgrpo.config.validate import refuse, shared_faults  # PyTorch, which --help does not need
+
     data = cfg.data
     loss = cfg.loss
     compress = cfg.compress

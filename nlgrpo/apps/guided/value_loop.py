@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nlgrpo.apps.guided import value_training
+from nlgrpo.apps.guided.options import LoopOptions
 from nlgrpo.apps.guided.value_config import (
     CompressConfig,
     RegressionConfig,
     RolloutsConfig,
-    TrainerOptions,
     ValueConfig,
     ValueEvaluationConfig,
     ValueTrainConfig,
@@ -31,7 +31,7 @@ from nlgrpo.engine import guided_search, guides
 from nlgrpo.engine.backends import Engine, NativeEngine
 from nlgrpo.engine.decoding_memory import ROWS
 from nlgrpo.engine.generation import Rollout
-from nlgrpo.engine.guided_search import Candidate, Search, Value
+from nlgrpo.engine.guided_search import Candidate, Value
 from nlgrpo.engine.guides import Guide
 from nlgrpo.engine.rollouts import convert, reference_rollouts
 from nlgrpo.engine.rollouts.collect import Scorer
@@ -45,59 +45,6 @@ from nlgrpo.training import run_folder
 
 RESULTS = "iro.json"
 ADVICE = "another folder with --out"
-
-
-@dataclass
-class LoopOptions:
-    """Options of the loop besides the keys of a configuration."""
-
-    out: Path | None = None
-    """Output folder; default: runs/<recipe>-iro."""
-    iterations: int = 3
-    """T, the number of value models."""
-    samples: int = 16
-    """Completions per prompt in the first iteration; later iterations have beams x successors."""
-    prompts: int | None = None
-    """Prompts per iteration; each iteration takes the next ones of the source. Default: all prompts every time."""
-    beams: int = 4
-    """K, beams of the search."""
-    successors: int = 4
-    """B, chunks sampled per beam."""
-    chunk: int = 16
-    """L, tokens per chunk."""
-    search_temperature: float = 0.0
-    """Above 0, beams are sampled in proportion to exp(V / temperature); 0 keeps the best ones."""
-    diverse: bool = True
-    """Prefer distinct candidates over duplicates when choosing beams."""
-    softmax: bool = False
-    """Replace the sum of all values but the last by its softmax over the candidates (SPI, Eq. 14)."""
-    keep: Literal["all", "best"] = "all"
-    """Completions of a guided search to learn from: all final candidates, or the one with the largest reward, which is
-    what IRO's Algorithm 4 returns."""
-    searches: int = 1
-    """Independent searches per prompt, from the second iteration on."""
-    betas: tuple[float, ...] = ()
-    """Weights of the value models: V = sum_t V_t / beta_t. Default: 1 each."""
-    value: TrainerOptions = field(default_factory=TrainerOptions)
-    compress: bool = True
-    """At the end, train one value model on the sum of all value models."""
-    dry_run: bool = False
-    """Print the plan and stop."""
-
-    @property
-    def search(self) -> Search:
-        return Search(
-            self.beams, self.successors, self.chunk, self.search_temperature, self.diverse, softmax=self.softmax
-        )
-
-    @property
-    def guided_samples(self) -> int:
-        """Completions per prompt from the second iteration on."""
-        return self.searches * (1 if self.keep == "best" else self.search.candidates)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        return self.betas or (1.0,) * self.iterations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from nlgrpo.model.value_model import as_values, kind_of, outputs, set_kind
 from nlgrpo.runtime.console import named_lines
 from nlgrpo.runtime.device import compute_dtype
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.progress import QUIET, track
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.training import scalar_heads
 from nlgrpo.training.scalar_heads import ScalarHeadTrainer
@@ -133,7 +134,7 @@ class ValueTrainer(ScalarHeadTrainer):
         return lambda_returns(grid, final, lengths, gamma=gamma, lam=lam)[place, batch.offset]
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, console: Console = QUIET) -> dict[str, Any]:
         """Measure how well the values predict the discounted held-out rewards, or the sum of the teachers' values.
 
         Always uses lambda = 1, because the targets of a smaller lambda depend on the values themselves.
@@ -141,7 +142,8 @@ class ValueTrainer(ScalarHeadTrainer):
         if self.held_out is None:
             return {}
         sums = torch.zeros(PARTS, len(SUMS), dtype=torch.float64, device=self.ranks.device)
-        for batch in self.batches(self.held_out, range(len(self.held_out))):
+        batches = self.batches(self.held_out, range(len(self.held_out)))
+        for batch in track(batches, "held-out batches", len(batches), console):
             values = values_of(batch, self.model)
             sums += _sums_by_part(self.held_out, batch, values, self.targets(self.held_out, batch, values, 1.0))
         return evaluated(self.ranks.sum(sums))

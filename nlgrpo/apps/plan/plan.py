@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
 from nlgrpo.apps.plan import advice, ahead, memory
 from nlgrpo.apps.plan.advice import Alternative, Choice
 from nlgrpo.apps.plan.ahead import Ahead
 from nlgrpo.apps.plan.memory import Memory
+from nlgrpo.apps.plan.options import Options, read_options
 from nlgrpo.apps.plan.table import adapter_row, engine_row, memory_lines
 from nlgrpo.apps.plan.workload import FITS, Uses, Workload
 from nlgrpo.config.recipes import from_arguments
@@ -25,29 +25,7 @@ from nlgrpo.runtime.atomic_files import atomic_write
 from nlgrpo.runtime.console import named_lines, size
 from nlgrpo.runtime.device import GPU, gpu_named
 
-ABOUT = """Plan a training run on GPUs: nlgrpo plan [recipe] [file.toml] --gpus 8 --gpu h100 [--section.key value ...]
-
-Estimates the memory of each phase of a step, and names settings with which it fits. Recipe, file and keys are
-those of `nlgrpo train`. Only the config.json of the model is read: no weights, data or rewards.
-
-Exit status 1 if the run does not fit into the memory."""
 FORMAT = 1  # of the JSON file
-
-
-@dataclass
-class Options:
-    """Options in addition to the configuration keys."""
-
-    gpu: str
-    """Kind of GPU, such as a100, h100, h200, b200, l40s, rtx4090; a wrong name lists all."""
-    gpus: int = 1
-    """Number of GPUs in all nodes: one rank on each."""
-    gpus_per_node: int = 8
-    """GPUs of a node, which share the memory of its host."""
-    prompt_tokens: int | None = None
-    """Tokens of the longest prompt. None: data.max_prompt_tokens, or 512."""
-    json: str = ""
-    """File for the plan in JSON; - for stdout, without the table."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +50,7 @@ class Plan:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan. Returns 0 if the run fits, and 1 if it does not. Raises UserError for what cannot be planned."""
-    options, rest = tyro.cli(
-        Options, args=list(arguments), prog="nlgrpo plan", description=ABOUT, return_unknown_args=True
-    )
+    options, rest = read_options(arguments)
     gpu = gpu_named(options.gpu)
     _check(options)
     cfg, _ = from_arguments(rest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,8 +111,13 @@ class Table:
 # --- rewards over N ---------------------------------------------------------------------------------------------------
 
 
-def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False) -> Figure:
-    """Draw each reward over N, with intervals: best-of-N and, if evaluated, worst-of-N and majority."""
+def best_of_n(
+    table: Table, looks: Mapping[str, Style], *, binary: Collection[str] = (), narrow: bool = False
+) -> Figure:
+    """Draw each reward over N, with intervals: best-of-N and, if evaluated, worst-of-N and majority.
+
+    ``binary``: rewards of 0 and 1, for which best-of-N is pass@N.
+    """
     wanted = [(name, kind) for name in table.quantities() for kind in KINDS if table.points(name, kind)][:PANELS]
     figure, panels = _grid(len(wanted), narrow)
     for axes, (name, kind) in zip(panels, wanted, strict=True):
@@ -131,7 +136,8 @@ def best_of_n(table: Table, looks: Mapping[str, Style], *, narrow: bool = False)
         axes.set_xticks(ticks, [str(n) for n in ticks])
         axes.minorticks_off()
         missing = left_out(estimate.coverage for _, estimate in every)
-        axes.set_title(f"{shortened(name, 40)}: {KINDS[kind]}{missing}")
+        procedure = "pass@N" if kind == "bon" and name in binary else KINDS[kind]
+        axes.set_title(f"{shortened(name, 40)}: {procedure}{missing}")
         axes.set_xlabel("N (number of samples)")
         axes.set_ylabel("value")
     legend(figure, panels if len(table.models) <= NAMED + 1 else [], table.models)

@@ -189,11 +189,13 @@ class _Report:
         table = evaluation_figures.Table(
             replace(entry, model=self.names.get(entry.model, entry.model)) for entry in self.found.entries
         )
-        if table.quantities():
-            draw = partial(evaluation_figures.best_of_n, table, looks)
-            yield self._picture("Best-of-N rewards", "best_of_n", draw, INTERVALS)
         sampled = self._renamed(self.found.sampled)
-        if binary_rewards(sampled):
+        binary = binary_rewards(sampled)
+        if table.quantities():
+            draw = partial(evaluation_figures.best_of_n, table, looks, binary=binary)
+            title = "Best-of-N rewards" if set(table.quantities()) - set(binary) else "pass@N"
+            yield self._picture(title, "best_of_n", draw, INTERVALS)
+        if binary:
             yield self._picture("Solved prompts", "successes", partial(success_figures.successes, sampled))
         if evaluation_figures.has_win_rates(table):
             draw = partial(evaluation_figures.win_rates, table, looks, places)

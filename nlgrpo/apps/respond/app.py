@@ -27,7 +27,7 @@ from nlgrpo import __version__
 from nlgrpo.apps.respond.answers import Answer
 from nlgrpo.apps.respond.batching import Answer as Responses
 from nlgrpo.apps.respond.batching import Batcher, Closed, Job, QueueFull
-from nlgrpo.apps.respond.choosing import VALUE
+from nlgrpo.apps.respond.options import VALUE
 from nlgrpo.apps.respond.requests import ChatRequest, Request, TextRequest
 from nlgrpo.apps.respond.responder import Responder
 from nlgrpo.data.conversations import ChatOptions, Prompt

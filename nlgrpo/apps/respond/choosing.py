@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nlgrpo.apps.respond.options import MAJORITY, VALUE
 from nlgrpo.data.conversations import Prompt
 from nlgrpo.data.encoding import as_answer
 from nlgrpo.engine.guided_search import Candidate
@@ -19,9 +20,6 @@ from nlgrpo.errors import UserError
 from nlgrpo.rewards import reward_functions, specs
 from nlgrpo.rewards.builtin import vote
 from nlgrpo.rewards.reward_functions import Reward
-
-VALUE = "value"
-MAJORITY = "majority"
 
 
 @dataclass(frozen=True)

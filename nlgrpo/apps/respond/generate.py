@@ -6,19 +6,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
-import tyro
-from tyro.conf import Positional
-
 from nlgrpo import __version__
+from nlgrpo.apps.respond import loading
 from nlgrpo.apps.respond.line_file import LineFile
-from nlgrpo.apps.respond.options import ResponderOptions
+from nlgrpo.apps.respond.options import Generate, read_generate
 from nlgrpo.apps.respond.responder import Responder, Scored
-from nlgrpo.config.schema import Table
 from nlgrpo.data import sources
 from nlgrpo.data.conversations import ChatOptions, load_tools, messages_in, plain_text
 from nlgrpo.data.prompt_dataset import Batch, Reader, SourceOptions, read_all
@@ -37,75 +33,10 @@ from nlgrpo.model import hf_weights
 from nlgrpo.rewards import reward_functions
 
 
-@dataclass
-class Generate(ResponderOptions):
-    """Generate completions with a model."""
-
-    prompts: Positional[tuple[str, ...]] = ()
-    """Prompts: texts to continue, or conversations as JSON lists of messages."""
-    source: str | None = None
-    """Prompts of a file or data set, as `data.source` of a configuration; rewards get its columns."""
-    split: str = "train"
-    """Split of a data set."""
-    prompt_column: str = "prompt"
-    """Column of the texts or conversations."""
-    template: str = "{prompt}"
-    """Text with columns in braces: "Question: {question}\\nAnswer:"."""
-    limit: int | None = None
-    """Maximum number of prompts of the source."""
-    chat: bool = False
-    """Make a conversation of one user message from each prompt that is a text."""
-    system_prompt: str | None = None
-    """System message of conversations that have none. Prompts that are texts become user messages after it. None: as in
-    the training of the model, else none; an empty text: none."""
-    chat_template_kwargs: Table = field(default_factory=dict)
-    """Arguments of the chat template: '{"enable_thinking": false}'. They replace those of the training of the model."""
-    tools: tuple[str, ...] = ()
-    """Tools in the chat template: .json files of schemas, or functions, `file.py:function`. They replace those of the
-    training of the model."""
-    samples: int | None = None
-    """Completions per prompt, 1 by default. With --choose, or a procedure without a number: the number of candidates
-    of which one is printed."""
-    stop: tuple[str, ...] = ()
-    """Cut completions off before the first of these strings."""
-    candidates: bool = False
-    """Add all candidates and their scores to the JSON objects."""
-    json: bool = False
-    """Print one JSON object per completion: prompt, text, token ids, log-probs, finish reason, score."""
-    out: Path | None = None
-    """Write the JSON objects into this file, one per line. A stopped command resumes."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.prompts) == (self.source is not None):
-            given = "prompts and --source; give one of them" if self.prompts else "no prompt; give one or more texts"
-            raise UserError(f'{given}, such as: nlgrpo generate "Once upon a time"')
-        if self.samples is not None and not 1 <= self.samples < 2**31:
-            raise UserError(f"samples = {self.samples}: expected a number in [1, 2^31)")
-        if self.guide and self.samples not in (None, 1):
-            raise UserError(f"samples = {self.samples}: guided search gives one response per prompt")
-        if self.candidates and not (self.json or self.out):
-            raise UserError("candidates: only for JSON objects; add --json or --out FILE")
-        if self.candidates and not self.chooses:
-            raise UserError("candidates: nothing is chosen; name a --procedure, a reward with --choose, or a --guide")
-        if any(not string for string in self.stop):
-            raise UserError("stop: an empty string stops before the first token; leave it out")
-        for name in ("split", "prompt_column", "template", "limit"):
-            if self.prompts and getattr(self, name) != getattr(Generate, name):
-                raise UserError(
-                    f"--{name.replace('_', '-')} is for prompts of a --source, and these are texts; remove it"
-                )
-
-    @property
-    def chooses(self) -> bool:
-        """Whether one of several candidates is printed, instead of all samples."""
-        return bool(self.guide) or self.procedure is not None or self.choose is not None
-
-
 def generate(arguments: Sequence[str]) -> int:
     """Print or write each prompt with its completions. Raises UserError for user errors."""
-    options = tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
-    responder, notes = options.load(options.samples if options.chooses else None)
+    options = read_generate(arguments)
+    responder, notes = loading.load(options, options.samples if options.chooses else None)
     print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     batch = _prompts(options, responder)
     if responder.chooser is not None and responder.chooser.reward is not None:

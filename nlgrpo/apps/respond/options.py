@@ -1,32 +1,21 @@
-"""Options of the commands that respond to prompts, and the responder that they describe."""
+"""Options of ``nlgrpo generate`` and ``serve``; without PyTorch, so that ``--help`` takes no seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-from transformers import PreTrainedTokenizerBase
+import tyro
+from tyro.conf import Positional
 
-from nlgrpo.apps.respond.choosing import MAJORITY, VALUE, Chooser
-from nlgrpo.apps.respond.procedures import Procedure
-from nlgrpo.apps.respond.responder import Model, Responder
-from nlgrpo.data.conversations import ChatOptions
-from nlgrpo.engine import as_trained, guides, transformers_backend
-from nlgrpo.engine.as_trained import AsTrained
-from nlgrpo.engine.backends import frozen
-from nlgrpo.engine.guided_search import Search, Value
-from nlgrpo.engine.sampling import Sampling
+from nlgrpo.config.schema import Table
 from nlgrpo.errors import UserError
-from nlgrpo.model import hf_weights
-from nlgrpo.model.tokenizer import count_tokens, load_tokenizer, stop_ids_of
-from nlgrpo.rewards import specs
-from nlgrpo.runtime.device import compute_dtype
-from nlgrpo.runtime.distributed import Ranks
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+# how a response is chosen, besides by a reward
+VALUE = "value"
+MAJORITY = "majority"
 
 
 @dataclass
@@ -105,108 +94,112 @@ class ResponderOptions:
         if self.reference is not None and not (self.procedure or "").startswith("rewind"):
             raise UserError("reference: only for the procedure rewind")
 
-    def sampling(self, stop_ids: Sequence[int] = (), trained: AsTrained | None = None) -> Sampling:
-        """Return the requested options, laid over those with which the model was trained."""
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        if self.top_k == -1:  # as vLLM spells it
-            given["top_k"] = 0
-        return replace(Sampling() if trained is None else trained.sampling, **given, stop_ids=tuple(stop_ids))
 
-    def search(self, learned: Search) -> Search:
-        """Return the requested search, laid over the one that the values were learned with."""
-        names = ("beams", "successors", "chunk")
-        asked = {name: getattr(self, name) for name in names} | {"temperature": self.search_temperature}
-        given = {name: value for name, value in asked.items() if value is not None}
-        return replace(learned, **given, diverse=self.diverse and learned.diverse)
+@dataclass
+class Generate(ResponderOptions):
+    """Generate completions with a model."""
 
-    def sampled(self, samples: int | None) -> Procedure:
-        """Return the procedure, with ``samples`` candidates if its name has no number. One sample if there is none.
+    prompts: Positional[tuple[str, ...]] = ()
+    """Prompts: texts to continue, or conversations as JSON lists of messages."""
+    source: str | None = None
+    """Prompts of a file or data set, as `data.source` of a configuration; rewards get its columns."""
+    split: str = "train"
+    """Split of a data set."""
+    prompt_column: str = "prompt"
+    """Column of the texts or conversations."""
+    template: str = "{prompt}"
+    """Text with columns in braces: "Question: {question}\\nAnswer:"."""
+    limit: int | None = None
+    """Maximum number of prompts of the source."""
+    chat: bool = False
+    """Make a conversation of one user message from each prompt that is a text."""
+    system_prompt: str | None = None
+    """System message of conversations that have none. Prompts that are texts become user messages after it. None: as in
+    the training of the model, else none; an empty text: none."""
+    chat_template_kwargs: Table = field(default_factory=dict)
+    """Arguments of the chat template: '{"enable_thinking": false}'. They replace those of the training of the model."""
+    tools: tuple[str, ...] = ()
+    """Tools in the chat template: .json files of schemas, or functions, `file.py:function`. They replace those of the
+    training of the model."""
+    samples: int | None = None
+    """Completions per prompt, 1 by default. With --choose, or a procedure without a number: the number of candidates
+    of which one is printed."""
+    stop: tuple[str, ...] = ()
+    """Cut completions off before the first of these strings."""
+    candidates: bool = False
+    """Add all candidates and their scores to the JSON objects."""
+    json: bool = False
+    """Print one JSON object per completion: prompt, text, token ids, log-probs, finish reason, score."""
+    out: Path | None = None
+    """Write the JSON objects into this file, one per line. A stopped command resumes."""
 
-        Raises UserError for an unknown procedure, and for one that the way to choose does not fit.
-        """
-        if self.procedure is not None:
-            found = Procedure.parse(self.procedure, samples)
-        elif self.choose is not None:
-            if samples is None:
-                raise UserError("choose: the number of candidates is missing; add --samples N or --procedure bon:N")
-            found = Procedure("majority" if self.choose == MAJORITY else "largest", samples)
-        else:
-            return Procedure("largest", 1)
-        if found.needs_reward and self.choose in (None, MAJORITY) and (found.samples > 1 or found.rewind is not None):
-            raise UserError(f"procedure {str(found)!r} chooses by a reward: name one with --choose")
-        return found
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompts) == (self.source is not None):
+            given = "prompts and --source; give one of them" if self.prompts else "no prompt; give one or more texts"
+            raise UserError(f'{given}, such as: nlgrpo generate "Once upon a time"')
+        if self.samples is not None and not 1 <= self.samples < 2**31:
+            raise UserError(f"samples = {self.samples}: expected a number in [1, 2^31)")
+        if self.guide and self.samples not in (None, 1):
+            raise UserError(f"samples = {self.samples}: guided search gives one response per prompt")
+        if self.candidates and not (self.json or self.out):
+            raise UserError("candidates: only for JSON objects; add --json or --out FILE")
+        if self.candidates and not self.chooses:
+            raise UserError("candidates: nothing is chosen; name a --procedure, a reward with --choose, or a --guide")
+        if any(not string for string in self.stop):
+            raise UserError("stop: an empty string stops before the first token; leave it out")
+        for name in ("split", "prompt_column", "template", "limit"):
+            if self.prompts and getattr(self, name) != getattr(Generate, name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} is for prompts of a --source, and these are texts; remove it"
+                )
 
-    def load(self, samples: int | None = None, *, isolated: bool = False) -> tuple[Responder, list[str]]:
-        """Load the models and build the responder. Return notes for the log as well.
+    @property
+    def chooses(self) -> bool:
+        """Whether one of several candidates is printed, instead of all samples."""
+        return bool(self.guide) or self.procedure is not None or self.choose is not None
 
-        ``samples``: number of candidates, for procedures whose name has none. ``isolated``: code of the user that
-        scores runs in a process of its own. Raises UserError for models, rewards and value models that cannot be
-        loaded, and for options that do not fit together.
-        """
-        procedure: Procedure | Search = self.search(Search()) if self.guide else self.sampled(samples)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = compute_dtype(self.dtype, device)
-        source = hf_weights.locate(self.model)
-        tokenizer = load_tokenizer(source)
-        trained = as_trained.read_as_trained(source) if self.as_trained else None
-        sampling = self.sampling(stop_ids_of(tokenizer, source), trained)
-        chooser = self._chooser(procedure, device, isolated)
-        model = self._model(source, dtype, device, count_tokens(tokenizer))
-        native = self.engine == "nlgrpo"
-        notes = [f"{self.model}{note}"] if native and (note := transformers_backend.note(source)) else []
-        if trained is not None:
-            notes.append(f"{self.model}: {self._as_trained(trained)}")
-        values: list[tuple[Value, float]] = []
-        if self.guide:
-            procedure, values = self._guided(tokenizer, sampling, dtype, device)
-            notes += [f"{value.name}{guides.BY_TEXT}" for value, _ in values if isinstance(value, guides.TextValue)]
-        reference = None if self.reference is None else self._reference(dtype, device, tokenizer)
-        responder = Responder(
-            model, tokenizer, procedure, chooser, sampling, values, reference, self.reference_samples, self.max_rows,
-            chat=ChatOptions() if trained is None else trained.chat,
-            add_bos=None if trained is None else trained.add_bos,
-        )  # fmt: skip
-        return responder, notes
 
-    def _as_trained(self, trained: AsTrained) -> str:
-        """Return a note about what is taken from the training of the model."""
-        parts = [f"{name} {getattr(trained.sampling, name):g}" for name in SAMPLING if getattr(self, name) is None]
-        chat = trained.chat
-        parts += [f"system prompt {chat.system_prompt!r}"] * (chat.system_prompt is not None)
-        parts += ["texts as user messages"] * (chat.from_text and chat.system_prompt is None)
-        parts += [f"chat template arguments {dict(chat.template_kwargs)}"] * bool(chat.template_kwargs)
-        parts += [f"{len(chat.tools)} tools"] * bool(chat.tools)
-        parts += [f"add_bos {trained.add_bos}"] * (trained.add_bos is not None)
-        said = f"as in training: {', '.join(parts) or 'stop ids'}"
-        if trained.template != AsTrained.template:
-            said += f"; its prompts were made by the template {trained.template!r}, which is not applied"
-        return said
+@dataclass
+class Serve(ResponderOptions):
+    """Serve a model through an inference-time procedure over OpenAI's HTTP protocol.
 
-    def _chooser(self, procedure: Procedure | Search, device: torch.device, isolated: bool) -> Chooser | None:
-        how = self.choose or (VALUE if self.guide else None)
-        process = isolated and how not in (None, VALUE, MAJORITY) and specs.may_hang(str(how))
-        if isinstance(procedure, Procedure) and procedure.rule == "majority":
-            return Chooser.by_votes(self.choose, timeout=self.timeout, process=process)
-        return None if how is None else Chooser.of(how, device, timeout=self.timeout, process=process)
+    ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are the defaults of requests that do not set them, and
+    ``max-new-tokens`` is also the most that a request may ask for.
+    """
 
-    def _guided(
-        self, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Search, list[tuple[Value, float]]]:
-        learned = guides.read_guide(self.guide[0]) if len(self.guide) == 1 else None
-        paths, betas = (learned.values, self.betas or learned.betas) if learned else (self.guide, self.betas)
-        values = guides.load_values(paths, betas, tokenizer, sampling, dtype=dtype, device=device)
-        return self.search(learned.search if learned else Search()), values
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0: all interfaces; set an API key then."""
+    port: int = 8000
+    """Port. 0: any free port."""
+    name: str | None = None
+    """Name of the model in the protocol. None: as --model."""
+    api_key: str | None = None
+    """Key that requests have to send. None: the environment variable NLGRPO_API_KEY, which other users of the machine
+    do not see; without one, no key is needed."""
+    max_queue: int = 256
+    """Maximum number of waiting requests; more get status 429."""
+    max_choices: int = 16
+    """Maximum number of responses per request: its prompts times n."""
+    max_body: int = 1 << 20
+    """Maximum size of the body of a request, in bytes."""
+    grace: float = 30.0
+    """Seconds for the requests that have arrived when the server is stopped."""
 
-    def _reference(self, dtype: torch.dtype, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Model:
-        assert self.reference is not None
-        source = hf_weights.locate(self.reference)
-        if not guides.same_ids(load_tokenizer(source), tokenizer):
-            raise UserError(f"reference {self.reference!r} has another tokenizer than {self.model!r}")
-        return self._model(source, dtype, device, count_tokens(tokenizer))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_queue", "max_choices", "max_body"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)}: expected at least 1")
+        if not 0 <= self.grace < float("inf"):
+            raise UserError(f"grace = {self.grace}: expected a number of seconds >= 0")
+        if self.api_key == "":
+            raise UserError("api_key is empty; omit it to need no key")
 
-    def _model(self, source: Path, dtype: torch.dtype, device: torch.device, tokens: int) -> Model:
-        if self.engine == "nlgrpo":
-            return transformers_backend.load_frozen(source, dtype=dtype, device=device, tokens=tokens)
-        return frozen.load_engine(
-            source, dtype, Ranks(0, 1, device), self.engine, max_rows=self.max_rows, tokens=tokens
-        )
+
+def read_generate(arguments: Sequence[str]) -> Generate:
+    return tyro.cli(Generate, args=list(arguments), prog="nlgrpo generate")
+
+
+def read_serve(arguments: Sequence[str]) -> Serve:
+    return tyro.cli(Serve, args=list(arguments), prog="nlgrpo serve")

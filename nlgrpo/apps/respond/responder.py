@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nlgrpo.apps.respond.choosing import VALUE, Chooser
+from nlgrpo.apps.respond.choosing import Chooser
+from nlgrpo.apps.respond.options import VALUE
 from nlgrpo.apps.respond.procedures import Procedure
 from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.data.conversations import ChatOptions, Prompt, is_continued, plain_text

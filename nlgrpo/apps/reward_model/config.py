@@ -9,7 +9,6 @@ import tyro
 
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, HeldOutConfig, ScalarHeadConfig, bounded
-from nlgrpo.config.validate import refuse, shared_faults, split_fault
 
 ABOUT = """Train a reward model on preference pairs: nlgrpo reward-model train [file.toml] [--section.key value ...]
 
@@ -83,8 +82,15 @@ def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:
     return from_file(RewardModelConfig(), arguments, program="nlgrpo reward-model train", about=ABOUT)
 
 
+def show_help(arguments: Sequence[str]) -> None:
+    """Print the help of `nlgrpo reward-model train`, and exit."""
+    from_arguments(["--help"])
+
+
 def check_reward_model_config(cfg: RewardModelConfig) -> None:
     """Check a configuration. Raises UserError that lists every fault with the value and what is allowed."""
+    from nlgrpo.config.validate import refuse, shared_faults, split_fault  # PyTorch, which --help does not need
+
     data = cfg.data
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     faults = shared_faults(cfg)

@@ -32,6 +32,7 @@ from nlgrpo.model.packing import PairBatch, empty_pair_batch, pack_pairs
 from nlgrpo.model.tokenizer import load_tokenizer
 from nlgrpo.runtime.console import first_tokens, named_lines
 from nlgrpo.runtime.distributed import Ranks
+from nlgrpo.runtime.progress import QUIET, track
 from nlgrpo.runtime.seeding import seed_everything
 from nlgrpo.training import scalar_heads
 from nlgrpo.training.scalar_heads import ScalarHeadTrainer
@@ -75,15 +76,16 @@ class RewardModelTrainer(ScalarHeadTrainer):
         return self.pad_micro_batches(packed, empty_pair_batch)
 
     @torch.no_grad()
-    def scores(self, pairs: PairSet) -> Tensor:
+    def scores(self, pairs: PairSet, console: Console = QUIET) -> Tensor:
         """Scores (2, n) of the chosen and the rejected answers, on the CPU, the same on all ranks."""
         scores = torch.zeros(2, len(pairs), dtype=torch.float64, device=self.ranks.device)
-        for batch in self.batches(pairs, range(len(pairs))):
+        batches = self.batches(pairs, range(len(pairs)))
+        for batch in track(batches, "held-out batches", len(batches), console):
             scores[:, batch.row] = torch.stack(reward_model.scores(self.model, batch)).double()
         return self.ranks.sum(scores).cpu()
 
-    def evaluate(self) -> dict[str, Any]:
-        return {} if self.held_out is None else evaluate_pairs(*self.scores(self.held_out))
+    def evaluate(self, console: Console = QUIET) -> dict[str, Any]:
+        return {} if self.held_out is None else evaluate_pairs(*self.scores(self.held_out, console))
 
     def totals(self) -> _Totals:
         return _Totals(self.ranks)

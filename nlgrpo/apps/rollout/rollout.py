@@ -10,16 +10,15 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.apps.rollout.job import Job, build_job, open_folder, prompts_per_file, roll_out
+from nlgrpo.apps.rollout.options import Options, read_options
 from nlgrpo.apps.rollout.tables import draw_calibration, ks_tables, table
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
@@ -35,39 +34,12 @@ from nlgrpo.runtime.supervision.stop_signal import StopSignal
 from nlgrpo.runtime.timing import as_clock
 from nlgrpo.runtime.work_queue import WorkQueue
 
-ABOUT = """Sample and score completions of the reference: nlgrpo rollout [recipe] [file.toml] [--section.key value ...]
-
-Recipe, file and keys are those of `nlgrpo train`. The reference is model.path; the prompts are all of data.source. The
-results are stored file by file: the same command resumes after a stop or a kill, and with other rewards or more prompts
-it computes only what is missing."""
-
-
-@dataclass
-class Options:
-    """Options in addition to the configuration keys."""
-
-    out: Path | None = None
-    """Folder of the rollouts. None: runs/<recipe>-rollouts."""
-    samples: int = 100
-    """K, completions per prompt."""
-    prompts: int | None = None
-    """Use only this many prompts, the first of the source. None: all."""
-    ks: tuple[int, ...] = ()
-    """Two or more sample sizes. Kolmogorov-Smirnov tests compare the CDFs of each pair (vBoN, Table 1)."""
-    ks_nested: bool = False
-    """Take the smaller sample from the larger one, as the paper does. The larger may then be K."""
-    dry_run: bool = False
-    """Print the plan and sample nothing."""
-
-
 # --- arguments and plan ----------------------------------------------------------------------------------------------
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Options, Config]:
     """Parse the command line. Raises UserError for options that cannot be run."""
-    options, rest = tyro.cli(
-        Options, args=list(arguments), prog="nlgrpo rollout", description=ABOUT, return_unknown_args=True
-    )
+    options, rest = read_options(arguments)
     cfg, _ = from_arguments(rest)
     if options.samples < 2:
         raise UserError(

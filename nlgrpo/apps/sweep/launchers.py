@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from nlgrpo.apps.sweep import job
+from nlgrpo.apps.sweep.options import SlurmOptions
 from nlgrpo.apps.sweep.state import Point, State
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.supervision import ending_with_parent
@@ -155,68 +156,6 @@ def _environment(slot: int, ranks: int, jobs: int) -> dict[str, str]:
 
 
 # --- jobs of a cluster ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SlurmOptions:
-    """Resources of each job of `--launcher slurm`. The names are submitit's."""
-
-    partition: str | None = None
-    """Partition. None: the cluster's default."""
-    timeout_min: int = 60
-    """Time limit of a job in minutes. 90 seconds before it, the run saves and is submitted again."""
-    nodes: int = 1
-    """Nodes per run. Each starts --nproc-per-node ranks."""
-    gpus_per_node: int | None = None
-    """GPUs per node. None: request none."""
-    cpus_per_task: int | None = None
-    """CPU cores per node. None: the cluster's default."""
-    mem_gb: float | None = None
-    """Memory per node in GB. None: the cluster's default."""
-    account: str | None = None
-    """Account that is charged."""
-    setup: tuple[str, ...] = ()
-    """Shell commands before each run, such as "module load cuda"."""
-    extra: tuple[str, ...] = ()
-    """Other options of sbatch as NAME=VALUE, such as qos=high or constraint=a100."""
-
-    def faults(self, ranks: int) -> list[str]:
-        """Return what is out of range, one line each."""
-        wrong = list[tuple[str, object, str]]()
-        if self.timeout_min < 3:
-            wrong.append(("timeout-min", self.timeout_min, ">= 3, because runs are stopped 90 seconds before"))
-        if self.nodes < 1:
-            wrong.append(("nodes", self.nodes, ">= 1"))
-        if self.gpus_per_node is not None and self.gpus_per_node < ranks:
-            wrong.append(("gpus-per-node", self.gpus_per_node, f"none or >= --nproc-per-node = {ranks}"))
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            wrong.append(("cpus-per-task", self.cpus_per_task, "none or >= 1"))
-        if self.mem_gb is not None and not self.mem_gb > 0:
-            wrong.append(("mem-gb", self.mem_gb, "none or > 0"))
-        if not all(pair.partition("=")[2] for pair in self.extra):
-            wrong.append(("extra", self.extra, "NAME=VALUE .."))
-        return [f"--slurm.{name} = {value}: allowed is {allowed}" for name, value, allowed in wrong]
-
-    def parameters(self) -> dict[str, Any]:
-        """Parameters of submitit's AutoExecutor."""
-        extra = {}
-        for pair in self.extra:
-            name, _, value = pair.partition("=")
-            extra[name.lstrip("-")] = value
-        return {
-            "name": "nlgrpo",
-            "timeout_min": self.timeout_min,
-            "nodes": self.nodes,
-            "tasks_per_node": 1,
-            "gpus_per_node": self.gpus_per_node,
-            "cpus_per_task": self.cpus_per_task,
-            "mem_gb": self.mem_gb,
-            "stderr_to_stdout": True,
-            "slurm_partition": self.partition,
-            "slurm_account": self.account,
-            "slurm_setup": list(self.setup) or None,
-            "slurm_additional_parameters": extra or None,
-        }
 
 
 def submitit() -> Any:

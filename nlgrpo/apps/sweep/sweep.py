@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +17,8 @@ from rich.text import Text
 from nlgrpo.apps.sweep import grid
 from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.apps.sweep.grid import Setting
-from nlgrpo.apps.sweep.launchers import SlurmOptions, launcher, submitit, visible_gpus
+from nlgrpo.apps.sweep.launchers import launcher, submitit, visible_gpus
+from nlgrpo.apps.sweep.options import LauncherName, SlurmOptions, read_options
 from nlgrpo.apps.sweep.runner import (
     SweepRunner,
     check_usable,
@@ -41,48 +39,12 @@ from nlgrpo.runtime.console import how_to_resume
 from nlgrpo.training.evaluation_summary import Row, format_interval, summarize
 from nlgrpo.training.tracking import run_files, terminal
 
-ABOUT = """Train a grid: nlgrpo sweep [recipe] [file.toml] --loss.beta 1e-2,1e-1 --objective mean,bon:4 --seed 0,1,2
-
-Keys are those of `nlgrpo train`; --objective sets the objective of all rewards, and --seed is --train.seed. An option
-with several values, separated by commas, is an axis of the grid. Commas inside brackets and quotes do not separate:
-'length(target=25, scale=128)' is one value. Quotes around a value, as in "'distortion:0,1,2',mean", are removed. For a
-key that is a list, write every value in brackets: --evaluation.ns [1,4],[1,8].
-
-The same command resumes: finished points are skipped and stopped points continue. More values add points.
-
-With --launcher slurm each point is a job of a SLURM cluster, with the resources of --slurm.*."""
-LauncherName = Literal["local", "slurm", "submitit-local"]
-
-
-@dataclass
-class Options:
-    """Options in addition to the configuration keys."""
-
-    out: Path | None = None
-    """Folder of the sweep. None: runs/<recipe>-sweep."""
-    retry: bool = False
-    """Run failed points again, from their checkpoints."""
-    dry_run: bool = False
-    """Check and list all points, and run nothing."""
-    nproc_per_node: int = 1
-    """Ranks per run. torchrun starts the run if there are several."""
-    jobs: int | None = None
-    """Points that run at the same time, each on its own cores and GPUs. None: 1, and with --launcher slurm all."""
-    launcher: LauncherName = "local"
-    """Run points as processes of this machine, or each as a job of SLURM. submitit-local is for tests: the same jobs,
-    on this machine."""
-    slurm: SlurmOptions = field(default_factory=SlurmOptions)
-    """Resources of each job."""
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str]) -> int:
     """Return exit status 0 if all points are done, or after a signal; 1 if a point failed, or with a message."""
-    options, rest = tyro.cli(
-        Options, args=list(arguments), prog="nlgrpo sweep", description=ABOUT, return_unknown_args=True
-    )
+    options, rest = read_options(arguments)
     if options.launcher == "local":
         defaults = vars(SlurmOptions())
         unused = [name for name, value in vars(options.slurm).items() if value != defaults[name]]

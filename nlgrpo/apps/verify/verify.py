@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -35,8 +34,10 @@ from nlgrpo.apps.verify import check_training as training
 from nlgrpo.apps.verify import check_vbon as vbon
 from nlgrpo.apps.verify import verification_figures
 from nlgrpo.apps.verify.claims import Proof, Result
+from nlgrpo.apps.verify.options import Verify, read_options
 from nlgrpo.errors import UserError
 from nlgrpo.runtime.atomic_files import atomic_write, atomic_write_bytes
+from nlgrpo.runtime.progress import track
 
 VERIFY_FILE = "verify.json"
 
@@ -83,19 +84,9 @@ CHECKS = (
 )
 
 
-@dataclass
-class Verify:
-    """Check the mathematics against exact answers. Exit status 1 if a claim fails."""
-
-    out: Path = Path("runs/verify")
-    """Folder of verify.json and the pictures."""
-    quick: bool = False
-    """Run smaller cases, in seconds."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run all checks and print the table. Returns 0 if every claim holds, else 1."""
-    options = tyro.cli(Verify, args=list(arguments), prog="nlgrpo verify")
+    options = read_options(arguments)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / VERIFY_FILE).unlink(missing_ok=True)  # remove the results of an earlier run
@@ -106,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     start = time.perf_counter()
     with _one_thread():
-        found = [_run(check, options, console) for check in CHECKS]
+        found = [_run(check, options, console) for check in track(CHECKS, "checks", len(CHECKS), console)]
     seconds = time.perf_counter() - start
     atomic_write(options.out / VERIFY_FILE, json.dumps(_record(found, options.quick, seconds), indent=1) + "\n")
     console.print(_table(found))

@@ -6,7 +6,7 @@ import atexit
 import sys
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,9 @@ class ColocatedVLLM(VLLMEngine):
         if self.asleep:
             vllm_library.wake(self.llm, part)
 
-    def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
+    def _sample(
+        self, requests: Sequence[Request], together: int, report: Callable[[int], None]
+    ) -> list[list[Completion]]:
         """Sample on the engine that this rank shares with its group: all of the group request the prompts of all.
 
         With tensor parallelism, collective. vLLM schedules by itself.

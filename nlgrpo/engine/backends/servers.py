@@ -222,7 +222,9 @@ class VLLMServers(VLLMEngine):
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
+    def _sample(
+        self, requests: Sequence[Request], together: int, report: Callable[[int], None]
+    ) -> list[list[Completion]]:
         """Sample each request in a thread. Raises EngineError if no server samples, or one has a fault."""
         since = len(self.names) - 1
         room = threading.Semaphore(together)
@@ -234,7 +236,11 @@ class VLLMServers(VLLMEngine):
 
         jobs = [in_thread(partial(sample, request)) for request in requests]
         try:
-            return [self._result(job) for job in jobs]
+            found = []
+            for job in jobs:
+                found.append(self._result(job))
+                report(len(found))
+            return found
         finally:
             failed.set()  # if one failed, the others stop
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,13 @@ class VLLMEngine(ABC):
     """Number of ids that have a token, if the head has more rows: those are never sampled."""
 
     @abstractmethod
-    def _sample(self, requests: Sequence[Request], together: int) -> list[list[Completion]]:
-        """Sample the completions of each request, of at most ``together`` requests at a time if it can choose."""
+    def _sample(
+        self, requests: Sequence[Request], together: int, report: Callable[[int], None]
+    ) -> list[list[Completion]]:
+        """Sample the completions of each request, of at most ``together`` requests at a time if it can choose.
+
+        ``report``: called with the number of requests that are finished, if it knows.
+        """
 
     def generate(self, request: RolloutRequest) -> Rollout:
         """Sample completions; see `Engine.generate`. Raises EngineError as `rollout_from`, and for other weights."""
@@ -49,7 +54,7 @@ class VLLMEngine(ABC):
         for ids, seed in zip(request.prompts, request_seeds(request), strict=True):
             requests.append((list(ids), parameters_of(request, seed, left_out)))
         together = max(1, (request.max_rows or ROWS) // request.samples)
-        found = self._sample(requests, together)
+        found = self._sample(requests, together, request.report)
         rollout = rollout_from(request, found, vocab=vocab, device=self.ranks.device)
         if self.version is None:
             return rollout

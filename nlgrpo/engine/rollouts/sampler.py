@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -42,6 +42,7 @@ class Sampler:
     seed: int
     rewards: Sequence[reward_functions.Reward]
     environment: Environment | None = None
+    on_progress: Callable[[int], None] | None = None  # see `RolloutRequest`; an environment does not call it
 
     @phases.phase("generate")
     def draw(self, engine: Engine, batch: Batch) -> Rollout:
@@ -56,7 +57,7 @@ class Sampler:
         request = RolloutRequest(
             batch.ids, self.samples, self.sampling, seed=self.seed, index=batch.index, max_rows=self.max_rows
         )
-        rollout = engine.generate(request)
+        rollout = engine.generate(replace(request, on_progress=self.on_progress))
         host_memory.release()  # the KV cache and gathered parameters
         return rollout
 

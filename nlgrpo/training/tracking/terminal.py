@@ -111,8 +111,9 @@ def output(*, width: int = PLAIN_WIDTH, quiet: bool = False) -> Console:
 
 
 def _live(console: Console, total_steps: int, resume_step: int) -> Progress | None:
-    redirected = console.file is sys.stdout and not sys.stdout.isatty()  # a terminal to rich with FORCE_COLOR
-    if redirected or not console.is_terminal or console.is_dumb_terminal or resume_step >= total_steps:
+    from nlgrpo.runtime.console import can_be_live
+
+    if resume_step >= total_steps or not can_be_live(console):
         return None
     text = TextColumn("{task.fields[shown]}", markup=False)
     columns = [BarColumn(bar_width=16), text] if console.width >= WIDE else [text]
