@@ -7,7 +7,7 @@ import torch
 from scipy.stats import binomtest
 from torch.nn.functional import logsigmoid
 
-from nlgrpo.apps.reward_model.training import held_out_table
+from nlgrpo.apps.report.result_tables import held_out_table
 from nlgrpo.losses.bradley_terry import bradley_terry_loss, evaluate_pairs, reliability, wilson
 
 

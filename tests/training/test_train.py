@@ -830,6 +830,11 @@ def test_the_plan_shows_prompts_and_counts_those_left_out(work, tmp_path, capsys
     assert f"first prompt 'w1 w2' {len(ids)} tokens: {' '.join(map(str, ids))}" in shown
     assert "3 prompts of 1 to 2 tokens; 0 dropped as too long, 0 without cut_after, 1 dropped with a held-out" in shown
     assert "evaluation 2 prompts x 16 samples; 2 dropped as too long, before and after training" in shown
+    assert "clipped surrogate (PPO, GRPO)" in shown
+    options = arguments(work, tmp_path / "run", **more | {"data__evaluation": ""}, evaluation__prompts=1)
+    assert train.main([*options, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 prompts x 16 samples, held out of data.source, before and after training" in shown
 
 
 def test_the_table_and_the_evaluation_count_prompts_left_out(work, tmp_path, capsys):

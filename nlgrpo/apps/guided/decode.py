@@ -9,16 +9,15 @@ every method, the rewards (or the values, or the majority of answers) choose amo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.apps.guided.decoding import RESULTS, Comparison, build_comparison, results, run
 from nlgrpo.apps.guided.options import ComparisonOptions, read_decode
+from nlgrpo.apps.report import result_tables
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
@@ -51,59 +50,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[ComparisonOptions, Config]
     return options, cfg
 
 
-# --- plan and tables --------------------------------------------------------------------------------------------------
-
-
-def tables(found: Sequence[dict[str, Any]]) -> tuple[Table, Table]:
-    """Build the tables of the rewards and of the costs."""
-    prompts = len(found[0]["rewards"])
-    gold = found[0].get("gold", {}).get("reward")
-    rewards_table, cost = (
-        Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-        for title in (f"{prompts} prompts (95% intervals)", "cost per prompt")
-    )
-    for shown, headings in (
-        (
-            rewards_table,
-            ("method", "N", "reward", "over best-of-N", *((f"gold: {gold}", "over best-of-N") * bool(gold))),
-        ),
-        (cost, ("method", "N", "tokens", "values", "rewards", "seconds", "MiB")),
-    ):
-        for heading in headings:
-            shown.add_column(heading, justify="left" if heading == "method" else "right")
-    cost.caption = "values, rewards: queries; MiB: value models, and the caches of prompts that are searched together"
-    rewards_table.caption = _scored(found, prompts)
-    for row in found:
-        name = (row["method"], str(row["budget"]))
-        evaluations = (row, *([row["gold"]] if gold else []))
-        cells = [cell for evaluation in evaluations for cell in _intervals(evaluation, prompts)]
-        rewards_table.add_row(*name, *cells)
-        each = [f"{row[key] / prompts:,.0f}" for key in ("tokens", "queries", "reward_queries")]
-        memory = (row["value_bytes"] + row["cache_bytes"]) / 2**20
-        cost.add_row(*name, *each, f"{row['seconds'] / prompts:.3f}", f"{memory:.1f}")
-    return rewards_table, cost
-
-
-def _intervals(evaluation: Mapping[str, Any], prompts: int) -> tuple[str, str]:
-    """Mean, and difference to best-of-N, with their intervals, and the number of prompts if it is not that of all."""
-    shown = []
-    for name, form in (("mean", "{:.4f} [{:.4f}, {:.4f}]"), ("over_bon", "{:+.4f} [{:+.4f}, {:+.4f}]")):
-        text = form.format(*evaluation[name]) if name in evaluation else "-"
-        count = evaluation.get(f"{name}_prompts", prompts)
-        shown.append(text + f"\n{count} of {prompts} prompts" * (count < prompts))
-    return shown[0], shown[1]
-
-
-def _scored(found: Sequence[Mapping[str, Any]], prompts: int) -> str | None:
-    """Numbers of responses that each of several rewards scored; None if these are all."""
-    counts: dict[str, list[int]] = {}
-    for row in found:
-        for name, places in row.get("unscored", {}).items():
-            counts.setdefault(name, []).append(prompts - len(places))
-    if len(counts) < 2 or min(map(min, counts.values())) == prompts:
-        return None
-    each = ", ".join(f"{name} {min(own)} to {max(own)}" for name, own in counts.items())
-    return f"responses with a reward, of {prompts}: {each}; the sum is over the rewards that a response has"
+# --- plan -------------------------------------------------------------------------------------------------------------
 
 
 def plan(c: Comparison) -> Table:
@@ -149,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         elif ranks.first:
             found = results(comparison)
             atomic_files.atomic_write(comparison.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
-            for shown in tables(found):
+            for shown in result_tables.methods_tables(found):
                 say(shown)
             say(f"results {comparison.folder / RESULTS}", highlight=False, soft_wrap=True)
     return 0

@@ -16,15 +16,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from nlgrpo.apps.guided.options import LoopOptions, read_iro
 from nlgrpo.apps.guided.value_loop import RESULTS, Loop, results
+from nlgrpo.apps.report import result_tables
 from nlgrpo.config import validate
 from nlgrpo.config.recipes import from_arguments
 from nlgrpo.config.schema import Config
@@ -69,37 +68,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[LoopOptions, Config]:
     return options, cfg
 
 
-# --- plan and table ---------------------------------------------------------------------------------------------------
-
-
-def _shown(mean: dict[str, float | None], row: dict[str, Any]) -> str:
-    number = "-" if mean["value"] is None else f"{mean['value']:.4f} ± {mean['error']:.4f}"
-    every = row["prompts"] * row["samples"]
-    if row["scored"] == every:
-        return number
-    return f"{number}\n{mean['prompts']} of {row['prompts']} prompts\n{row['scored']} of {every} samples"
-
-
-def table(found: Sequence[dict[str, Any]]) -> Table:
-    title = "completions of each iteration (± standard error over prompts; distinct prefixes of a prompt at 1/4 and 1)"
-    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in (
-        "iteration",
-        "completions",
-        "mean reward",
-        "best per prompt",
-        "explained variance",
-        "distinct prefixes",
-    ):
-        shown.add_column(heading, justify="right")
-    for row in found:
-        numbers = [_shown(row[key], row) for key in ("mean", "best")]
-        explained = row["explained_variance"]
-        last = "-" if explained is None else f"{explained:.3f}"
-        counts = [f"{count:.1f}" for count in row["distinct_prefixes"].values()]
-        distinct = f"{counts[0]} to {counts[-1]}"
-        shown.add_row(f"{row['iteration']}", f"{row['prompts']} x {row['samples']}", *numbers, last, distinct)
-    return shown
+# --- plan -------------------------------------------------------------------------------------------------------------
 
 
 def plan(loop: Loop) -> Table:
@@ -176,5 +145,5 @@ def _run(loop: Loop) -> None:
         found = results(loop)
         with atomic_files.into(loop.folder):
             atomic_files.atomic_write(loop.folder / RESULTS, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        say(table(found))
+        say(result_tables.iterations_table(found))
         say(f"guide   {loop.folder}", highlight=False, soft_wrap=True)

@@ -7,7 +7,6 @@ Notation: S states in a batch, the prefixes of its completions (`nlgrpo.model.va
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -23,6 +21,7 @@ from torch import Tensor
 from nlgrpo.apps.guided import value_dataset
 from nlgrpo.apps.guided.value_config import ValueConfig, check_value_config
 from nlgrpo.apps.guided.value_dataset import Outcomes
+from nlgrpo.apps.report import result_tables
 from nlgrpo.engine.rollouts.store import same_ids
 from nlgrpo.errors import UserError
 from nlgrpo.losses.gae import lambda_returns
@@ -152,7 +151,7 @@ class ValueTrainer(ScalarHeadTrainer):
         console.print(plan(self))
 
     def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table:
-        return results_table(before, after)
+        return result_tables.value_table(before, after)
 
 
 def values_of(batch: MicroBatch, model: Decoder) -> Tensor:
@@ -300,7 +299,7 @@ def _teacher(path: str, beta: float, run: ValueTrainer) -> Teacher:
     return Teacher(path, model.requires_grad_(False), beta)
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- plan -----------------------------------------------------------------------------------------------------------
 
 
 def plan(run: ValueTrainer) -> Table:
@@ -337,20 +336,3 @@ def _target(run: ValueTrainer) -> str:
     )
     plain = loss.lam == loss.gamma == 1
     return named if plain else f"lambda-return of {named}, lambda {loss.lam:g}, gamma {loss.gamma:g}"
-
-
-def results_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """Table of held-out error and explained variance before and after training, in total and per part."""
-    table = Table(title=f"{after['states']:,} held-out prefixes", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("mean squared error", *(f"{x['mse']:.4f}" for x in (before, after)))
-    table.add_row("explained variance", *(_share(x["explained_variance"]) for x in (before, after)))
-    for i, parts in enumerate(zip(before["parts"], after["parts"], strict=True)):
-        span = f"  {100 * i // PARTS}% to {100 * (i + 1) // PARTS}% of the tokens"
-        table.add_row(span, *(_share(part["explained_variance"]) for part in parts))
-    return table
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3f}"

@@ -93,7 +93,11 @@ def show(setup: Setup) -> Table:
 def _evaluation(setup: Setup) -> str:
     prompts = min(setup.config.evaluation.prompts, len(setup.held_out))
     text = size_of(prompts, setup.config.evaluation.samples, setup.held_out.left_out if prompts else {})
-    return text + " (it is also trained on: the data have no other)" * (prompts > 0 and setup.held_out is setup.prompts)
+    if prompts == 0:
+        return text
+    if setup.held_out is setup.prompts:
+        return f"{text} (it is also trained on: the data have no other)"
+    return text if setup.config.data.evaluation else f"{text}, held out of data.source"
 
 
 def check_memory(setup: Setup) -> None:
@@ -216,6 +220,9 @@ def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:
     }
 
 
+SURROGATES = {"ppo": "clipped surrogate (PPO, GRPO)", "cispo": "CISPO's surrogate", "reinforce": "REINFORCE"}
+
+
 def _step(cfg: Config, world: int) -> str:
     P = cfg.rollout.prompts
     M = cfg.rollout.samples
@@ -228,8 +235,8 @@ def _step(cfg: Config, world: int) -> str:
     what = "conversations with answers" if cfg.environment.id else "completions"
     return (
         f"{P} prompts x {M} samples = {P * M} {what} of up to {cfg.rollout.max_new_tokens} tokens, "
-        f"{P * M // world} per rank; {updates} optimiser step{'s' * (updates > 1)}, {cfg.loss.surrogate} loss per "
-        f"{cfg.loss.level}, {cfg.loss.normalization} normalization"
+        f"{P * M // world} per rank; {updates} optimiser step{'s' * (updates > 1)}, {SURROGATES[cfg.loss.surrogate]} "
+        f"per {cfg.loss.level}, {cfg.loss.normalization} normalization"
     )
 
 

@@ -22,11 +22,11 @@ PORT = 8642  # of `nlgrpo watch`
 
 @dataclass
 class Report:
-    """Write an HTML report, with its pictures next to it, about runs, evaluations and sweeps."""
+    """Write an HTML report, with its pictures next to it, about runs, evaluations, sweeps and searches."""
 
     folders: Positional[tuple[str, ...]]
-    """Folders written by `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep`; LABEL=PATH gives a name. Runs that differ
-    in the seed only are one model, with intervals over seeds and prompts."""
+    """Folders written by `nlgrpo train` or another command that trains, evaluates or decodes; LABEL=PATH gives a name.
+    Runs that differ in the seed only are one model, with intervals over seeds and prompts."""
     out: Path | None = None
     """The HTML file. None: report.html in the folder, or for several folders in the current one."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nlgrpo.apps.evaluate import results
-from nlgrpo.apps.report import configurations, page, report
+from nlgrpo.apps.report import configurations, page, recorded_tables, report
 from nlgrpo.apps.sweep import state
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.runtime.timing import as_clock
@@ -26,6 +26,7 @@ FOLLOWED = (
     evaluation_samples.EVALUATION_FILE,
     results.RESULTS_FILE,
     state.SWEEP_FILE,
+    *recorded_tables.READERS,
 )
 REST = 5.0  # pause after building a report, in units of the time that it took
 
@@ -79,9 +80,10 @@ class LiveReport:
         now = time.time()
         lines = [f"waiting for {folder}" for folder in self._waiting]
         for folder in self.folders:
-            for path in sorted({folder / run_files.METRICS_FILE, *folder.glob(f"*/{run_files.METRICS_FILE}")}):
-                if path.is_file():
-                    lines.append(f"{path.parent.name}: {_state(path, now)}")
+            for path in _files(folder):
+                if path.name == run_files.METRICS_FILE:
+                    name = path.parent.relative_to(folder.parent) if path.parent.name == "value" else path.parent.name
+                    lines.append(f"{name}: {_state(path, now)}")
         return lines
 
     def _fingerprint(self) -> list[tuple[str, int, int]]:
@@ -102,11 +104,12 @@ def message(text: str) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files that the report reads, of a run or of the points of a sweep."""
+    """Files that the report reads: of a run, of the points of a sweep, or of the value models of a search."""
     if not folder.is_dir():
         return []
     points = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [place / name for place in (folder, *points) for name in FOLLOWED if (place / name).is_file()]
+    places = [folder, *points, *(point / "value" for point in points)]
+    return [place / name for place in places for name in FOLLOWED if (place / name).is_file()]
 
 
 def _state(path: Path, now: float) -> str:

@@ -30,6 +30,7 @@ from nlgrpo.apps.report import (
     figures,
     logged,
     page,
+    recorded_tables,
     run_loader,
     run_warnings,
     success_figures,
@@ -146,7 +147,7 @@ class _Report:
         """What the report is about, in a few words."""
         models = self.found.models
         facts = []
-        if len(models) != 1:
+        if len(models) > 1:
             facts.append(f"{len(models)} models")
         if self.one is not None or any(len(model.logged) for model in models):
             facts.append(f"{sum(len(model.logged) for model in models)} logged steps")
@@ -168,9 +169,12 @@ class _Report:
 
     def sections(self) -> Iterator[Section]:
         """Yield the sections that have content: results first, then training, then single completions."""
+        for label, folder in self.found.recorded:
+            several = len(self.found.recorded) > 1
+            yield from recorded_tables.sections(folder, self.found.notes, f"{label}:" if several else "")
         if self.one is not None:
             yield from _result(self.one, self.found)
-        else:
+        elif self.found.models or self.found.references:
             yield self.models()
         yield from self.differences()
         yield from self.results()

@@ -20,7 +20,7 @@ from torch import Tensor
 from nlgrpo.apps.evaluate import results
 from nlgrpo.apps.evaluate.named_models import split_label
 from nlgrpo.apps.evaluate.results import Entry, compared
-from nlgrpo.apps.report import configurations
+from nlgrpo.apps.report import configurations, recorded_tables
 from nlgrpo.apps.report.logged import Logged, mean_over_runs, objective_text
 from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.engine.rollouts.evaluation_samples import (
@@ -81,6 +81,7 @@ class ReportData:
     reference_entries: list[Entry] = field(default_factory=list)
     settings: dict[str, Settings] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    recorded: list[tuple[str, Path]] = field(default_factory=list)  # folders with `recorded_tables`, by label
 
     @property
     def entries(self) -> list[Entry]:
@@ -120,6 +121,8 @@ def read_runs(folders: Sequence[Path | str], *, join_seeds: bool = True) -> Repo
         label = _unique(given, taken) if given else unique_label(folder, taken)
         if kind == "evaluation":
             _read_evaluation(found, folder, label, taken)
+        elif kind == "search":
+            _read_search(found, folder, label, named=several)
         else:
             _read_run(found, folder, label, given, named=several)
     if join_seeds:
@@ -129,16 +132,18 @@ def read_runs(folders: Sequence[Path | str], *, join_seeds: bool = True) -> Repo
 
 
 def kind_of(folder: Path) -> str:
-    """Return "run", "evaluation" or "sweep". Raises UserError for a folder of another kind."""
+    """Return "run", "evaluation", "sweep" or "search". Raises UserError for a folder of another kind."""
     if (folder / sweep_state.SWEEP_FILE).is_file():
         return "sweep"
+    if recorded_tables.is_search(folder):
+        return "search"
     if not _has(folder, *configurations.FILES, run_files.METRICS_FILE) and _is_evaluation(folder):
         return "evaluation"
     if not _is_run(folder):
         what = f"has none of {', '.join(OF_A_RUN)}" if folder.is_dir() else "is not a folder"
         raise UserError(
             f"{folder} {what}; give a folder written by `nlgrpo train`, such as runs/default, "
-            "or by `nlgrpo evaluate` or `nlgrpo sweep`"
+            "or by another command that trains, evaluates or decodes"
         )
     only_json = not _has(folder, *OF_A_RUN[1:])
     if only_json and "model_type" in configurations.read(folder, []):
@@ -211,7 +216,12 @@ def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, n
     found.settings[label] = Settings(configurations.read(folder, notes), versions(folder))
     if not len(logged):
         notes.append(f"{run_files.METRICS_FILE} has no steps yet; the training curves are left out.")
-    sampled = _read_samples(folder, notes)
+    if recorded_tables.evaluates_itself(folder):
+        sampled = {}
+        state = state or ("finished" if recorded_tables.is_finished(folder) else "not finished")
+        found.recorded.append((label, folder))
+    else:
+        sampled = _read_samples(folder, notes)
     model = Model(
         label,
         name=folder.resolve().name,
@@ -230,6 +240,19 @@ def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, n
     _evaluate_run(found, model, sampled)
     found.models.append(model)
     found.notes += [f"{label}: {note}" if named else note for note in notes]
+
+
+def _read_search(found: ReportData, folder: Path, label: str, *, named: bool) -> None:
+    """Add a search: its tables, and the runs of its value models."""
+    notes: list[str] = []
+    if _has(folder, *configurations.FILES):
+        found.settings[label] = Settings(configurations.read(folder, notes))
+    found.notes += [f"{label}: {note}" if named else note for note in notes]
+    found.recorded.append((label, folder))
+    iterations = sorted(folder.glob("iteration-*/value"), key=lambda path: (len(str(path)), path))  # 2 before 10
+    for value in [*iterations, *sorted(folder.glob("compressed-*"))]:
+        if _is_run(value):
+            _read_run(found, value, f"{label}/{value.relative_to(folder)}", named=True)
 
 
 def versions(run: Path) -> dict[str, str]:

@@ -8,17 +8,17 @@ On several ranks: ``torchrun --nproc-per-node=8 -m nlgrpo.cli reward-model train
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.apps.report import result_tables
 from nlgrpo.apps.reward_model.config import PairsConfig, RewardModelConfig, check_reward_model_config
 from nlgrpo.data import preference_dataset
 from nlgrpo.data.preference_dataset import PairSet
@@ -107,7 +107,7 @@ class RewardModelTrainer(ScalarHeadTrainer):
         console.print(plan(self))
 
     def results_table(self, before: dict[str, Any], after: dict[str, Any]) -> Table:
-        return held_out_table(before, after)
+        return result_tables.held_out_table(before, after)
 
 
 class _Totals:
@@ -194,7 +194,7 @@ def load_pairs(
     return training, held_out
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- plan -----------------------------------------------------------------------------------------------------------
 
 
 def plan(run: RewardModelTrainer) -> Table:
@@ -237,22 +237,3 @@ def _padding(run: RewardModelTrainer) -> str:
     if run.pad == run.tokenizer.eos_token_id:
         return f"padding is EOS (id {run.pad}, {token}): the score is read at the token before it"
     return f"padding id {run.pad} ({token})"
-
-
-def held_out_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """Table of the results of `evaluate_pairs` before and after training."""
-    table = Table(title=f"{after['pairs']} held-out pairs (95% intervals)", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("accuracy", lambda e: f"{e['accuracy']:.3f} [{e['low']:.3f}, {e['high']:.3f}]"),
-        ("log loss", lambda e: f"{e['log_loss']:.4f}"),
-        ("Brier score", lambda e: f"{e['brier']:.4f}"),
-        ("calibration error", lambda e: f"{e['ece']:.4f}"),
-        ("margin, mean and std", lambda e: f"{e['margin']['mean']:.3f}, {e['margin']['std']:.3f}"),
-        ("margin, 5% to 95%", lambda e: "{5%:.3f} to {95%:.3f}".format(**e["margin"]["quantiles"])),
-        ("score, mean and std", lambda e: f"{e['reward']['mean']:.3f}, {e['reward']['std']:.3f}"),
-    ]
-    for name, shown in rows:
-        table.add_row(name, shown(before), shown(after))
-    return table
