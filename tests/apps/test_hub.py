@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from nlgrpo import cli, train
 from nlgrpo.apps.report import hub
+from nlgrpo.apps.report.compare import compare
+from nlgrpo.apps.reward_model.config import from_arguments as reward_model_arguments
 from nlgrpo.config import toml_file
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.config.schema import to_dict
+from nlgrpo.config.schema import Config, to_dict
+from nlgrpo.errors import UserError
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_figures")
@@ -144,6 +147,41 @@ def test_the_model_card(run, tmp_path):
     assert rows[0].count("[") == 2
     assert "2 steps of 2 prompts x 4 completions" in text
     assert str(run.parent) not in text
+
+
+def test_a_reward_model(fake, tmp_path, monkeypatch, capsys):
+    """Its card has its own results, and its file trains it again with its own defaults."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [
+        "--data.source",
+        "pairs.jsonl",
+        "--model.path",
+        "numbers-lm",
+        "--train.pairs",
+        "4",
+        "--train.epochs",
+        "1",
+    ]
+    lr = str(Config().optim.lr)  # the default of `nlgrpo train`, and not of this command
+    assert cli.main(["reward-model", "train", *options, "--optim.lr", lr, "--evaluation.pairs", "3"]) == 0
+    (tmp_path / "runs" / "reward-model" / "report.html").write_text("the report")
+    assert cli.main(["push", "runs/reward-model", "--repo", "me/judge"]) == 0
+    card = fake.files["README.md"].decode()
+    data = ModelCard(card).data
+    assert data.pipeline_tag == "text-classification"
+    assert data.tags == ["nlgrpo", "reward-model"]
+    assert "A reward model, trained with nlgrpo from `numbers-lm` on `pairs.jsonl`." in card
+    assert "| accuracy | " in card
+    assert "3 held-out pairs (95% intervals)." in card
+    assert "`nlgrpo reward-model train nlgrpo/run.toml` trains this model again." in card
+    (tmp_path / "run.toml").write_bytes(fake.files["nlgrpo/run.toml"])
+    saved = json.loads((tmp_path / "runs" / "reward-model" / "config.json").read_text())
+    again = json.loads(json.dumps(to_dict(reward_model_arguments([str(tmp_path / "run.toml")]))))
+    assert saved == again
+    with pytest.raises(UserError, match="is a run of `nlgrpo reward-model train`, without samples of a policy"):
+        compare(["runs/reward-model"], tmp_path / "compare.png")
 
 
 def test_a_base_model_on_the_hub_is_in_the_metadata(run, tmp_path):

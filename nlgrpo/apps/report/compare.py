@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from nlgrpo.apps.evaluate.named_models import NamedModel, read_named_models
-from nlgrpo.apps.report import configurations, figures, run_loader, success_figures
+from nlgrpo.apps.report import configurations, figures, recorded_tables, run_loader, success_figures
 from nlgrpo.apps.report.run_loader import NS, REFERENCE
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.evaluation_samples import (
@@ -206,7 +206,12 @@ def _runs(given: Sequence[Path | str]) -> list[_Run]:
         if folder.resolve() in found:
             continue
         if run_loader.kind_of(folder) != "run":
-            raise UserError(f"{folder} is not a run; use `nlgrpo report` for evaluations and sweeps")
+            raise UserError(f"{folder} is not a run; use `nlgrpo report` for evaluations, sweeps and searches")
+        if recorded_tables.evaluates_itself(folder):
+            raise UserError(
+                f"{folder} is a run of `nlgrpo {recorded_tables.command_of(folder)}`, without samples of a policy; use "
+                "`nlgrpo report`"
+            )
         config = configurations.read(folder, [])
         if configurations.section(config, "evaluation").get("prompts") == 0:
             raise UserError(

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
 
 from nlgrpo import __version__
-from nlgrpo.apps.report import configurations, report, run_loader
+from nlgrpo.apps.report import configurations, recorded_tables, report, run_loader
 from nlgrpo.config import comparing, toml_file
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation
 from nlgrpo.errors import UserError, as_user_error
@@ -43,24 +43,33 @@ def model_card(run: Path, repository: str) -> str:
     config = configurations.read(run, notes)
     base = configurations.section(config, "model").get("path") or ""
     source = configurations.section(config, "data").get("source") or ""
+    kind = recorded_tables.command_of(run)
+    of_kind = {"train": ["grpo", "reinforcement-learning"], "reward-model train": ["reward-model"]}
+    tags = ["nlgrpo", *of_kind.get(kind, ["value-model"]), *(["lora"] if adapter else [])]
     data = ModelCardData(
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if kind == "train" else "text-classification",
         base_model=base if _on_hub(base) else None,
         datasets=[source] if _on_hub(source) else None,
-        tags=["nlgrpo", "grpo", "reinforcement-learning", *(["lora"] if adapter else [])],
+        tags=tags,
     )
-    parts = [
-        f"# {repository.rpartition('/')[2]}",
-        f"Trained with nlgrpo from `{_shown(base) or 'its embedded model'}` on `{_shown(source)}`, for the objectives "
-        "below.",
-        "## Objectives",
-        _objectives(config),
-        "## Results",
-        _results(run, config),
-        "## Training",
-        _training(run, config),
-    ]
+    start = _shown(base) or "its embedded model"
+    if kind == "train":
+        parts = [
+            f"Trained with nlgrpo from `{start}` on `{_shown(source)}`, for the objectives below.",
+            "## Objectives",
+            _objectives(config),
+            "## Results",
+            _results(run, config),
+        ]
+    else:
+        on = f" on `{_shown(source)}`" if source else ""
+        parts = [
+            f"A {tags[1].replace('-', ' ')}, trained with nlgrpo from `{start}`{on}.",
+            "## Results",
+            _recorded(run),
+        ]
+    parts = [f"# {repository.rpartition('/')[2]}", *parts, "## Training", _training(run, config, kind)]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"))
 
 
@@ -106,22 +115,34 @@ def _results(run: Path, config: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _training(run: Path, config: Mapping[str, Any]) -> str:
+def _recorded(run: Path) -> str:
+    """Return the table of a model with one output, or a sentence if the run was not evaluated."""
+    found = list(recorded_tables.sections(run, []))
+    if not found:
+        return "The run was not evaluated."
+    table = found[0].content
+    lines = [f"| {' | '.join(table.heads)} |", "|---" * len(table.heads) + "|"]
+    lines += [f"| {' | '.join(cell.text for cell in row)} |" for row in table.rows]
+    return "\n".join([*lines, "", found[0].about])
+
+
+def _training(run: Path, config: Mapping[str, Any], kind: str) -> str:
     loss = configurations.section(config, "loss")
     optim = configurations.section(config, "optim")
     rollout = configurations.section(config, "rollout")
     logged = run_files.read_jsonl(run / run_files.METRICS_FILE)
     last = [entry["kl"] for entry in logged[-20:] if isinstance(entry.get("kl"), float)]
     kl = f", KL per token {math.fsum(last) / len(last):.3g} at the end" if last else ""
-    facts = (
-        f"{len(logged)} steps of {rollout.get('prompts')} prompts x {rollout.get('samples')} completions, "
-        f"{loss.get('algorithm', 'grpo')}, beta {loss.get('beta', 0):g}, learning rate {optim.get('lr', 0):g}{kl}."
-    )
+    steps = f"{len(logged)} steps"
+    if kind == "train":
+        steps += f" of {rollout.get('prompts')} prompts x {rollout.get('samples')} completions"
+        steps += f", {loss.get('algorithm', 'grpo')}, beta {loss.get('beta', 0):g}"
+    facts = f"{steps}, learning rate {optim.get('lr', 0):g}{kl}."
     versions = run_loader.versions(run) or {"torch": torch.__version__, "transformers": transformers.__version__}
     versions = {"nlgrpo": __version__, **versions}
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"{facts}\n\n`nlgrpo train nlgrpo/{TOML}` trains this model again. `nlgrpo/{report.FILE}` is the report, with "
+        f"{facts}\n\n`nlgrpo {kind} nlgrpo/{TOML}` trains this model again. `nlgrpo/{report.FILE}` is the report, with "
         f"all curves, and `nlgrpo/{run_files.METRICS_FILE}` has the metrics of every step.\n\nVersions: {shown}."
     )
 
@@ -140,7 +161,9 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
     files |= {f"nlgrpo/{name}": run / name for name in ATTACHED if (run / name).is_file()}
     operations = [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
     operations.append(CommitOperationAdd("README.md", card.encode()))
-    keys = comparing.without_defaults(configurations.read(run, []))
+    keys = configurations.read(run, [])
+    if recorded_tables.command_of(run) == "train":
+        keys = comparing.without_defaults(keys)  # the other commands have defaults of their own
     operations.append(CommitOperationAdd(f"nlgrpo/{TOML}", toml_file.text(keys).encode()))
     api = HfApi(library_name="nlgrpo", library_version=__version__)
     try:

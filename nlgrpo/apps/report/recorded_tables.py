@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from nlgrpo.apps.report import page, result_tables
+from nlgrpo.apps.report import configurations, page, result_tables
 from nlgrpo.apps.report.page import Cell, Section
 
 # files of a run that trains a model with one output, in place of evaluation.json
@@ -27,9 +27,19 @@ def is_search(folder: Path) -> bool:
     return (folder / "iteration-1").is_dir() or any((folder / name).is_file() for name in (LOOP, COMPARISON))
 
 
+def command_of(folder: Path) -> str:
+    """Return the command that writes such a run: "train", or one whose results are not in evaluation.json."""
+    if (folder / REWARD_MODEL).is_file():
+        return "reward-model train"
+    if not (folder / VALUE).is_file():
+        return "train"
+    compressed = configurations.section(configurations.read(folder, []), "compress").get("values")
+    return "value compress" if compressed else "value train"
+
+
 def evaluates_itself(folder: Path) -> bool:
     """Whether ``folder`` is a run of `nlgrpo reward-model train` or `nlgrpo value`, which has no evaluation.json."""
-    return any((folder / name).is_file() for name in (REWARD_MODEL, VALUE))
+    return command_of(folder) != "train"
 
 
 def is_finished(folder: Path) -> bool:
@@ -56,7 +66,8 @@ def sections(folder: Path, notes: list[str], label: str = "") -> Iterator[Sectio
         except DAMAGED as error:
             notes.append(f"{path} cannot be read ({type(error).__name__}: {error}).")
             continue
-        if not found:
+        finished = isinstance(content, dict) and "after" in content  # empty without held-out examples
+        if not found and not finished:
             notes.append(f"{path} has no results of the end yet.")
         yield from found
 
