@@ -173,7 +173,7 @@ def _run(arguments: Sequence[str]) -> int:
     command_line.check_arguments(arguments[1:], grid=arguments[0] == "sweep")
     with disk_errors():
         if {"-h", "--help"} & set(arguments) and arguments[0] in HELP:
-            _load(HELP[arguments[0]])(arguments[1:])  # exits
+            _load(HELP[arguments[0]])(arguments[1:])  # exits, unless --help comes after --
         return int(_load(COMMANDS[arguments[0]][0])(arguments[1:]))
 
 

@@ -7,6 +7,13 @@ extra=$1
 folder=$2
 repository=$(git -C "$(dirname "$0")" rev-parse --show-toplevel)
 began=$SECONDS
+case $extra in
+trl | trackers | serve | notebooks | vllm) ;;
+*)
+    echo "unknown: $extra" >&2
+    exit 2
+    ;;
+esac
 
 step() {  # COMMAND: run it in a shell, show its last lines, and say how long it took
     echo "\$ $1"
@@ -51,9 +58,9 @@ serve)  # docs/guides/inference.md
     step "nlgrpo generate 'Once upon a time' --procedure bon:4 --choose 'length(target=25, scale=128)'"
     nlgrpo serve --procedure bon:4 --choose "length(target=25, scale=128)" --port 8017 > serve.log 2>&1 &
     server=$!
-    trap 'kill $server' EXIT
-    step "for i in \$(seq 60); do curl -s http://127.0.0.1:8017/health && break; sleep 1; done"
-    step "curl -s http://127.0.0.1:8017/v1/completions -H 'Content-Type: application/json' \
+    trap 'kill $server || true' EXIT
+    step "for i in \$(seq 60); do curl -sf http://127.0.0.1:8017/health && exit 0; sleep 1; done; exit 1"
+    step "curl -sf http://127.0.0.1:8017/v1/completions -H 'Content-Type: application/json' \
 -d '{\"model\": \"story-lm\", \"prompt\": \"Once upon a time\", \"candidates\": true}'"
     ;;
 notebooks)  # docs/get-started.md
@@ -67,10 +74,6 @@ vllm)  # docs/guides/vllm.md; vLLM's CPU build pins other versions, as `make tes
     export PATH="$PWD/.venv-vllm/bin:$PATH"
     step "nlgrpo train maze $few --rollout.engine vllm --loss.correction tis:2" 6
     step "nlgrpo generate --model maze-lm --source maze-test --limit 1 --engine vllm --procedure bon:8 --choose 'maze()'"
-    ;;
-*)
-    echo "unknown: $extra" >&2
-    exit 2
     ;;
 esac
 echo "$extra: $(((SECONDS - began + 30) / 60)) minutes ($((SECONDS - began)) s)"

@@ -17,6 +17,20 @@ VARIABLES = (
 )  # fmt: skip
 
 
+def mode_of(arguments: Sequence[str], name: str, modes: Sequence[str]) -> str:
+    """Return the word after ``nlgrpo NAME``, one of ``modes``; the first of them for a lone ``--help``.
+
+    Raises UserError for another word.
+    """
+    if list(arguments) in (["-h"], ["--help"]):
+        return modes[0]
+    if not arguments or arguments[0] not in modes:
+        got = f", got {arguments[0]!r}" if arguments else ""
+        mode = modes[0] if len(modes) == 1 else f"({'|'.join(modes)})"
+        raise UserError(f"expected: nlgrpo {name} {mode} [file.toml] [--section.key value ...]{got}")
+    return arguments[0]
+
+
 def check_arguments(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, *, grid: bool = False) -> None:
     """Note options that are given twice, and unknown environment variables, on the standard error of the first rank.
 

@@ -50,7 +50,7 @@ class RolloutRequest:
     first_sample: int | Sequence[int] = 0
     """Number of the first completion, of all prompts or of each, (P,): from 2, M = 3 samples are those 2, 3 and 4."""
     on_progress: Callable[[int], None] | None = None
-    """Called with the number of prompts that are finished, while others are sampled. vLLM in this process does not."""
+    """Called with the number of completions that are finished, of P M; vLLM in this process calls it at the end."""
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -73,10 +73,9 @@ class RolloutRequest:
             first_sample=self.first_samples[start:stop],
         )
 
-    def report(self, prompts: int) -> None:
-        """Say that the completions of so many prompts are sampled."""
+    def report(self, finished: int) -> None:
         if self.on_progress is not None:
-            self.on_progress(prompts)
+            self.on_progress(finished)
 
     def check(self, limits: ModelLimits) -> None:
         """Raise UserError for ``samples`` below 1, and as `check_prompts`."""
@@ -166,9 +165,7 @@ def sample_rollout(model: Decoder, request: RolloutRequest) -> Rollout:
     parts = []
     with torch.inference_mode(), _out_of_memory(min(together, len(prompts)) * samples):
         for start in range(0, len(prompts), together):
-            part = request.part(start, start + together)
-            parts.append(_decode(model, part))
-            request.report(start + len(part.prompts))
+            parts.append(_decode(model, request.part(start, start + together), start * samples))
     return rollout_of(request, parts, model.head_weight.device)
 
 
@@ -379,8 +376,8 @@ class _Rows:
         return [x[:unfinished] for x in others]
 
 
-def _decode(model: Decoder, request: RolloutRequest) -> tuple[Tensor, Tensor]:
-    """Sample tokens with their log-probs, (R, L), for the R = P * M rows; undefined after a stop id."""
+def _decode(model: Decoder, request: RolloutRequest, before: int) -> tuple[Tensor, Tensor]:
+    """Sample tokens and log-probs, (R, L), for R = P M rows, after ``before`` others; undefined after a stop id."""
     device = model.head_weight.device
     prompts = request.prompts
     sampling = request.sampling
@@ -407,7 +404,9 @@ def _decode(model: Decoder, request: RolloutRequest) -> tuple[Tensor, Tensor]:
         rows.done |= is_stop(token, stops)
         if (t + 1) % check_every == 0:
             (token,) = rows.drop_finished(token, cache=cache)
+            request.report(before + len(prompt) - len(rows.done))
         if t + 1 == limit or len(rows.done) == 0:
+            request.report(before + len(prompt))
             return tokens[:, : t + 1], logprobs[:, : t + 1]
         if cache.room == 0:
             cache.grow(min(limit - t, cache.column))

@@ -126,7 +126,7 @@ class TransformersModel(nn.Module):
             sample = torch.tensor([first[p] + m for p, m in batch], device=self.device)
             noise = uniform_noise(request.seed, key, sample, positions)
             parts.append(self.extend([request.prompts[p] for p, _ in batch], noise, request.sampling))
-            request.report((start + len(batch)) // request.samples)
+            request.report(start + len(batch))
         return rollout_of(request, parts, self.device)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def can_be_live(console: Console) -> bool:
 
     A notebook gives a command a terminal, or FORCE_COLOR, for which rich takes any output for a terminal.
     """
-    redirected = console.file is sys.stdout and not sys.stdout.isatty()
+    redirected = console.file in (sys.stdout, sys.stderr) and not console.file.isatty()
     in_notebook = "JPY_PARENT_PID" in os.environ
     return console.is_terminal and not console.is_dumb_terminal and not redirected and not in_notebook
 

@@ -1,4 +1,7 @@
-"""The progress of long work: a live bar in a terminal, a line every 30 seconds in a log file, nothing in a pipe."""
+"""The progress of long work: a live bar in a terminal, a line every 30 seconds in a log file.
+
+What is in a pipe is for another program, so the lines go to the standard error there, as those of tqdm.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -28,8 +31,10 @@ def progress(what: str, total: int, console: Console) -> Iterator[Callable[[int]
 
     A quiet console shows nothing. One display can be live at a time.
     """
+    if _in_pipe(console):
+        console = Console(stderr=True, width=console.width, quiet=console.quiet, force_terminal=False)
     lines = _Lines(console, what, total)
-    if console.quiet or not total or _in_pipe(console):
+    if console.quiet or not total:
         yield lambda done: None
         return
     if not can_be_live(console):
@@ -41,8 +46,8 @@ def progress(what: str, total: int, console: Console) -> Iterator[Callable[[int]
         yield lambda done: bar.update(task, completed=done, shown=lines.shown(done, time.monotonic()))
 
 
-def track(items: Iterable[Item], what: str, total: int, console: Console) -> Iterator[Item]:
-    """Iterate over ``total`` items, and show how many are done."""
+def track(items: Iterable[Item], what: str, total: int, console: Console) -> Generator[Item]:
+    """Iterate over ``total`` items, and show how many are done. The display ends with the iteration."""
     with progress(what, total, console) as show:
         for done, item in enumerate(items, 1):
             yield item

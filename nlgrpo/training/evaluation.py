@@ -9,7 +9,7 @@ from nlgrpo.data.prompt_dataset import Batch
 from nlgrpo.engine.backends.base import Engine
 from nlgrpo.engine.rollouts import evaluation_samples
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
-from nlgrpo.runtime.progress import progress
+from nlgrpo.runtime.progress import QUIET, progress
 from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.training.build import Setup
 from nlgrpo.training.tracking.terminal import output
@@ -27,12 +27,14 @@ def evaluate(setup: Setup, engine: Engine, when: str) -> EvaluationSamples:
     console = output(quiet=not ranks.first)
     console.print(f"evaluating {prompts} prompts x {cfg.evaluation.samples} samples {when} training", highlight=False)
     objective = setup.objective
-    with progress("prompts sampled", prompts, console) as show:
+    total = prompts * cfg.evaluation.samples
+    shown = QUIET if setup.sampler.environment is not None else console  # conversations are not counted
+    with progress("completions sampled", total, shown) as show:
         sampler = replace(
             setup.sampler,
             samples=cfg.evaluation.samples,
             seed=cfg.train.seed ^ (1 << 62),
-            on_progress=lambda done: show(min(done * ranks.world, prompts)),
+            on_progress=lambda done: show(min(done * ranks.world, total)),
         )
         sampled = evaluation_samples.evaluate(
             sampler, engine, _prompts(setup), ranks, objective.objectives, objective.weights

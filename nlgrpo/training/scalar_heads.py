@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nlgrpo.config import command_line
 from nlgrpo.config.schema import ScalarHeadConfig
 from nlgrpo.config.validate import refuse
 from nlgrpo.data.prompt_dataset import visits
@@ -129,7 +130,7 @@ class ScalarHeadTrainer(Trainer):
         stats["epoch"] = (step * self.per_step + len(rows)) / self.examples
         stats |= self.speed(clock, tokens)
         if every(self.config.evaluation.every, step + 1) and self.tested:
-            results = self._evaluate(QUIET)  # the progress of the training is live
+            results = self._evaluate(QUIET)  # the progress of the training is shown
             stats |= {f"held_out/{name}": results[name] for name in self.WATCHED}
         log.log(step, stats)
 
@@ -182,8 +183,8 @@ class ScalarHeadTrainer(Trainer):
         return found
 
     @phase("evaluation")
-    def _evaluate(self, console: Console | None = None) -> dict[str, Any]:
-        return self.evaluate(console or output(quiet=not self.ranks.first))
+    def _evaluate(self, console: Console) -> dict[str, Any]:
+        return self.evaluate(console)
 
     def evaluate_before(self) -> dict[str, Any]:
         path = self.folder / self.RESULTS
@@ -192,13 +193,13 @@ class ScalarHeadTrainer(Trainer):
             saved = json.loads(path.read_text("utf-8")).get("before")
         before = self.ranks.gather_objects(saved)[0]
         if before is None:
-            before = self._evaluate()
+            before = self._evaluate(output(quiet=not self.ranks.first))
             self.write_results(before=before)
         return before
 
     def finish(self, before: dict[str, Any], log: MetricsLogger) -> None:
         exported = self.export()
-        after = self._evaluate()
+        after = self._evaluate(output(quiet=not self.ranks.first))
         self.write_results(before=before, after=after)
         if self.ranks.first:
             if after:
@@ -315,13 +316,8 @@ def command(arguments: Sequence[str], name: str, modes: Mapping[str, Callable[[S
     ``modes``: function of each mode; it takes the remaining arguments and ``dry_run``. Returns 0 when done or stopped
     by a signal. Raises UserError for an unknown mode.
     """
-    first = next(iter(modes))
-    if list(arguments) in (["-h"], ["--help"]):
-        arguments = [first, "--help"]
-    if not arguments or arguments[0] not in modes:
-        got = f", got {arguments[0]!r}" if arguments else ""
-        mode = first if len(modes) == 1 else f"({'|'.join(modes)})"
-        raise UserError(f"expected: nlgrpo {name} {mode} [file.toml] [--section.key value ...]{got}")
-    rest = [argument for argument in arguments[1:] if argument != "--dry-run"]
-    modes[arguments[0]](rest, "--dry-run" in arguments)
+    mode = command_line.mode_of(arguments, name, list(modes))
+    given = arguments[1:] if arguments[0] == mode else arguments  # --help alone
+    rest = [argument for argument in given if argument != "--dry-run"]
+    modes[mode](rest, "--dry-run" in arguments)
     return 0

@@ -180,7 +180,7 @@ def test_a_reward_model(fake, tmp_path, monkeypatch, capsys):
     saved = json.loads((tmp_path / "runs" / "reward-model" / "config.json").read_text())
     again = json.loads(json.dumps(to_dict(reward_model_arguments([str(tmp_path / "run.toml")]))))
     assert saved == again
-    with pytest.raises(UserError, match="is a run of `nlgrpo reward-model train`, without samples of a policy"):
+    with pytest.raises(UserError, match="is a run of `nlgrpo reward-model train`, which has no completions"):
         compare(["runs/reward-model"], tmp_path / "compare.png")
 
 

@@ -89,8 +89,8 @@ def test_several_runs_a_sweep_and_one_that_is_not_there_yet(tmp_path, serve):
     assert [line.partition(",")[0] for line in lines] == [
         f"waiting for {tmp_path / 'b'}",
         "a: 2/10",
-        "0: 4/10",
-        "1: 4/10",
+        "sweep/0: 4/10",
+        "sweep/1: 4/10",
     ]
 
 

@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
-from support.reports import EVIL, read_page, write_lines
+from support.reports import EVIL, make_run, read_page, write_lines
 
 from nlgrpo import cli
+from nlgrpo.apps.guided.value_config import CompressConfig, ValueConfig
+from nlgrpo.apps.report import recorded_tables, run_loader
 from nlgrpo.apps.report.live_report import LiveReport
 from nlgrpo.apps.report.report import write_report
+from nlgrpo.apps.reward_model.config import RewardModelConfig
+from nlgrpo.config.schema import Config, to_dict
 from nlgrpo.losses.bradley_terry import evaluate_pairs
 
 BEFORE = {
@@ -35,10 +39,16 @@ METHOD = {
 }  # fmt: skip
 
 
+ZERO = json.dumps([METHOD | {"method": "bon", "rewards": []}])
+ODD = json.dumps([METHOD | {"method": 5}])
+# sections of a configuration that tell its command
+DATA = {"reward_model.json": {"chosen_column": "chosen"}, "value.json": {"rollouts": ["runs/x"]}}
+
+
 def trained(folder, file, content, steps=3):
     """A run of a command that trains a model with one output."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"name": folder.name, "train": {"steps": steps}}))
+    (folder / "config.json").write_text(json.dumps({"name": folder.name, "data": DATA[file], "train": {"epochs": 1.0}}))
     write_lines(folder / "metrics.jsonl", [{"step": i, "loss": 1.0 / (i + 1)} for i in range(steps)])
     (folder / file).write_text(json.dumps(content))
     return folder
@@ -104,7 +114,65 @@ def test_a_comparison_of_methods(tmp_path):
     assert not any("alert" in script for script in page.scripts)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"after": 1}', '[{"method": "bon"}]', "null"])
+def test_a_run_with_results_of_a_comparison_is_still_a_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "decode.json").write_text(json.dumps([METHOD | {"method": "bon"}]))
+    page = read_page(write_report(run))
+    assert "Result" in page.text
+    assert "Methods" in page.text
+
+
+def test_a_search_without_results_says_that_it_has_not_finished(tmp_path):
+    folder = loop(tmp_path / "iro")
+    (folder / "iro.json").unlink()
+    assert "the search is running, or was stopped" in read_page(write_report(folder)).text
+    (tmp_path / "decode" / "ways").mkdir(parents=True)
+    assert "the search is running, or was stopped" in read_page(write_report(tmp_path / "decode")).text
+
+
+def test_a_run_before_its_first_evaluation_has_no_wrong_note(tmp_path):
+    run = trained(tmp_path / "rm", "reward_model.json", {})
+    (run / "reward_model.json").unlink()
+    assert "evaluation.json" not in read_page(write_report(run)).text
+
+
+def test_value_models_of_a_loop_have_different_colours(tmp_path):
+    found = run_loader.read_runs([loop(tmp_path / "iro")])
+    assert len({model.name for model in found.models}) == len(found.models) == 3
+
+
+def test_parts_of_a_cell_are_apart(tmp_path):
+    row = {"iteration": 1} | ITERATION | {"scored": 24, "mean": {"value": 0.5, "error": 0.1, "prompts": 3}}
+    (tmp_path / "iro.json").write_text(json.dumps([row]))
+    [table] = read_page(write_report(tmp_path, tmp_path / "page.html")).tables
+    assert table[1][2] == "0.5000 ± 0.1000 3 of 4 prompts, 24 of 32 samples"
+
+
+def test_files_have_the_names_that_commands_write():
+    from nlgrpo.apps.guided import decoding, value_loop
+    from nlgrpo.apps.guided.value_training import ValueTrainer
+    from nlgrpo.apps.reward_model.training import RewardModelTrainer
+
+    written = [RewardModelTrainer.RESULTS, ValueTrainer.RESULTS, value_loop.RESULTS, decoding.RESULTS]
+    assert list(recorded_tables.READERS) == written
+
+
+@pytest.mark.parametrize(
+    ("config", "command"),
+    [
+        (RewardModelConfig(), "reward-model train"),
+        (ValueConfig(), "value train"),
+        (ValueConfig(compress=CompressConfig(values=("a",))), "value compress"),
+        (Config(), "train"),
+    ],
+)
+def test_the_command_of_a_configuration(config, command):
+    assert recorded_tables.command_of(json.loads(json.dumps(to_dict(config), default=str))) == command
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '{"after": 1}', '[{"method": "bon"}]', "null", '[{"method": 5}]', ZERO, ODD]
+)
 @pytest.mark.parametrize("file", ["reward_model.json", "value.json", "iro.json", "decode.json"])
 def test_a_damaged_file_is_named(tmp_path, file, content):
     run = trained(tmp_path / "run", "value.json", {"before": BEFORE, "after": AFTER})
@@ -128,6 +196,6 @@ def test_watch_follows_the_value_models_of_a_loop(tmp_path):
     live = LiveReport([folder], tmp_path)
     assert live.update()
     assert not live.update()
-    assert live.lines()[0].startswith("iro/iteration-1/value: 3/3, logged")
+    assert live.lines()[0].startswith("iro/iteration-1/value: step 3, logged")
     write_lines(folder / "iteration-2" / "value" / "metrics.jsonl", [{"step": 0, "loss": 1.0}])
     assert live.update()

@@ -4,19 +4,26 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from rich.console import Console
 from support.helpers import environment
 
+from nlgrpo.config.schema import Config, EvaluationConfig
 from nlgrpo.engine.generation import RolloutRequest, sample_rollout
+from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
+from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.engine.sampling import Sampling
 from nlgrpo.model import decoder
 from nlgrpo.model.hf_weights import locate
 from nlgrpo.runtime import progress
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.runtime.work_queue import WorkQueue
+from nlgrpo.training import evaluation
 
 COUNT_SLOWLY = """
 import sys
@@ -33,7 +40,7 @@ def count(stdout, **variables):
         [sys.executable, "-c", COUNT_SLOWLY], stdout=stdout, stderr=subprocess.PIPE, env=environment() | variables
     )
     assert done.returncode == 0, done.stderr.decode()
-    return done.stdout
+    return done.stdout, [line.rpartition("  ")[0] for line in done.stderr.decode().splitlines()]
 
 
 def test_a_log_file_has_a_line_every_thirty_seconds(monkeypatch, capsys):
@@ -48,7 +55,11 @@ def test_a_log_file_has_a_line_every_thirty_seconds(monkeypatch, capsys):
 
 
 def test_a_pipe_has_none(tmp_path):
-    assert count(subprocess.PIPE, FORCE_COLOR="1") == b"a,b,c,"
+    """Its lines go to the standard error, which a container or a cluster keeps too."""
+    assert count(subprocess.PIPE, FORCE_COLOR="1") == (
+        b"a,b,c,",
+        ["letters  1/3  0:00 left", "letters  2/3  0:00 left"],
+    )
     with (tmp_path / "log").open("wb") as log:
         count(log)
     assert "letters  2/3  0:00 left" in (tmp_path / "log").read_text()
@@ -70,9 +81,61 @@ def test_a_terminal_has_a_live_bar_and_a_notebook_none(notebook):
     assert b"3/3" in shown or notebook
 
 
-def test_an_engine_reports_the_prompts_that_are_finished():
+def test_an_engine_reports_the_completions_that_are_finished():
     model = decoder.load(locate("story-lm"))
     done = []
     request = RolloutRequest([[1, 50]] * 5, 2, Sampling(max_new_tokens=2), max_rows=4, on_progress=done.append)
     sample_rollout(model, request)
-    assert done == [2, 4, 5]
+    assert done[-1] == 10
+    assert {4, 8} <= set(done)  # after each batch of rows
+    assert done == sorted(done)
+
+
+def test_completions_that_end_early_are_counted_while_others_are_sampled():
+    model = decoder.load(locate("story-lm"))
+    done = []
+    sampling = Sampling(max_new_tokens=100, stop_ids=(2,))
+    rollout = sample_rollout(model, RolloutRequest([[1, 50]], 64, sampling, on_progress=done.append))
+    assert done == sorted(done)
+    assert len(set(done)) > 5  # a part of the rows at a time
+    assert done[-1] == 64
+    assert rollout.finished.any()
+
+
+@pytest.mark.parametrize(("world", "shown"), [(1, [5, 12]), (2, [10, 12])])
+def test_an_evaluation_shows_the_completions_of_all_ranks(world, shown, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def recorded(what, total, console):
+        assert (what, total) == ("completions sampled", 12)
+        yield seen.append
+
+    def sampled(sampler, *others):
+        for finished in (5, 12):
+            sampler.on_progress(finished)
+        return EvaluationSamples({"r": torch.zeros(1, 1)}, torch.ones(1, 1), {"r": "mean"}, {"r": 1.0}, 1)
+
+    monkeypatch.setattr(evaluation, "progress", recorded)
+    monkeypatch.setattr(evaluation.evaluation_samples, "evaluate", sampled)
+    setup = SimpleNamespace(
+        config=Config(evaluation=EvaluationConfig(prompts=4, samples=3)),
+        ranks=SimpleNamespace(first=True, world=world),
+        held_out=PromptList(),
+        sampler=Sampler(None, Sampling(), 2, None, 0, ()),
+        objective=SimpleNamespace(objectives={}, weights={}),
+    )
+    evaluation.evaluate(setup, None, "before")
+    assert seen == shown
+
+
+class PromptList(list):
+    """Four evaluation prompts."""
+
+    left_out: ClassVar = {}
+
+    def __init__(self):
+        super().__init__(range(4))
+
+    def take(self, first, count):
+        return self[first : first + count]

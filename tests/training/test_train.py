@@ -834,7 +834,7 @@ def test_the_plan_shows_prompts_and_counts_those_left_out(work, tmp_path, capsys
     options = arguments(work, tmp_path / "run", **more | {"data__evaluation": ""}, evaluation__prompts=1)
     assert train.main([*options, "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "1 prompts x 16 samples, held out of data.source, before and after training" in shown
+    assert "1 prompts x 16 samples, held out of the training data, before and after training" in shown
 
 
 def test_the_table_and_the_evaluation_count_prompts_left_out(work, tmp_path, capsys):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -50,10 +51,11 @@ def _merge_causal_model(adapter: Adapter, source: Path, stored: torch.dtype, dty
     model = decoder.load(source, dtype=adapter.dtype, shard=lambda m: lora.attach(m, adapter.config, stored))
     adapters.load_adapter(model, adapter)
     as_trained.check_base(adapter.folder, source)
-    merged = _shown(model, lora.merged(model, model.named_parameters(), dtype))
+    merged = lora.merged(model, model.named_parameters(), dtype)
     own = load_tokenizer(_tokenizer_folder(adapter, source))
     assumed = adapter.folder if (adapter.folder / hf_weights.SAMPLING_FILES[0]).is_file() else source
-    decoder.save(model, folder, tokenizer=own, parameters=merged, dtype=dtype, like=assumed)
+    with closing(_shown(model, merged)) as parameters:  # an error is printed without the bar
+        decoder.save(model, folder, tokenizer=own, parameters=parameters, dtype=dtype, like=assumed)
 
 
 def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.dtype, folder: Path) -> None:
@@ -68,18 +70,20 @@ def _merge_reward_model(adapter: Adapter, name: str, source: Path, dtype: torch.
     as_trained.check_base(adapter.folder, reward_model.locate(name)[1] or source)
     reward_model.read_head(adapter.folder, model)
     longest = min(own.model_max_length, model.shape.context)  # a tokenizer without a limit has 1e30
-    reward_model.save(
-        model,
-        folder,
-        tokenizer=own,
-        pad=reward_model.padding_id(model.config, own, trained),
-        max_length=longest if place == adapter.folder else model.shape.context,
-        parameters=_shown(model, lora.merged(model, model.named_parameters(), dtype)),
-        dtype=dtype,
-    )
+    merged = lora.merged(model, model.named_parameters(), dtype)
+    with closing(_shown(model, merged)) as parameters:
+        reward_model.save(
+            model,
+            folder,
+            tokenizer=own,
+            pad=reward_model.padding_id(model.config, own, trained),
+            max_length=longest if place == adapter.folder else model.shape.context,
+            parameters=parameters,
+            dtype=dtype,
+        )
 
 
-def _shown(model: torch.nn.Module, merged: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _shown(model: torch.nn.Module, merged: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
     """Show how many of the merged tensors are written."""
     tensors = sum(not lora.is_adapter(name) for name, _ in model.named_parameters())
     return track(merged, "tensors", tensors, output())

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from nlgrpo.apps.doctor import (
 from nlgrpo.apps.doctor.findings import Check, Result, run, without_folders
 from nlgrpo.apps.doctor.options import Doctor, read_options
 from nlgrpo.runtime.atomic_files import atomic_write
+from nlgrpo.runtime.console import can_be_live
 
 CHECKS = (
     Check("packages", "versions of Python and packages against the supported ranges", check_packages.packages),
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     results: list[Result] = []
     for check in CHECKS:
         if not options.only or check.name in options.only:
-            with console.status(f"{check.name}: {check.about}"):
+            with console.status(f"{check.name}: {check.about}") if can_be_live(console) else nullcontext():
                 results += run(check)
     seconds = time.perf_counter() - start
     console.print(_table(results))

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import tyro
 
+from nlgrpo.config import command_line
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import LARGEST, EpochsConfig, HeldOutConfig, ScalarHeadConfig, bounded, dashed, out_of_bounds
 from nlgrpo.errors import UserError
 from nlgrpo.sections import Kind
 
+MODES = ("train", "compress")
 ABOUT = """Fit a value model to the final rewards of completions, on every prefix: nlgrpo value train [file.toml] ..
 
 The file sets the keys below, and the options override it. --dry-run prints the plan and trains nothing. The initial
@@ -125,8 +127,8 @@ def from_arguments(arguments: Sequence[str], *, compress: bool = False) -> Value
 
 
 def show_help(arguments: Sequence[str]) -> None:
-    """Print the help of `nlgrpo value train`, or of ``compress``, and exit."""
-    from_arguments(["--help"], compress="compress" in arguments)
+    """Print the help of `nlgrpo value train`, or of ``compress``, and exit. Raises UserError for another word."""
+    from_arguments(["--help"], compress=command_line.mode_of(arguments, "value", MODES) == "compress")
 
 
 def check_value_config(cfg: ValueConfig) -> None:

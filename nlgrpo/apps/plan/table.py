@@ -97,7 +97,8 @@ def _evaluation(setup: Setup) -> str:
         return text
     if setup.held_out is setup.prompts:
         return f"{text} (it is also trained on: the data have no other)"
-    return text if setup.config.data.evaluation else f"{text}, held out of data.source"
+    own = setup.config.data.evaluation or setup.sampler.environment is not None
+    return text if own else f"{text}, held out of the training data"
 
 
 def check_memory(setup: Setup) -> None:

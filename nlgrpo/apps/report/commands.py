@@ -68,7 +68,7 @@ class Watch:
     """
 
     folders: Positional[tuple[Path, ...]]
-    """One or more folders written by `nlgrpo train`, `nlgrpo evaluate` or `nlgrpo sweep`."""
+    """One or more folders written by `nlgrpo train` or another command that trains, evaluates or decodes."""
     port: int = PORT
     """Port of the page. 0: a free one."""
     host: str = "127.0.0.1"
@@ -81,7 +81,7 @@ def watch(arguments: Sequence[str]) -> int:
     from nlgrpo.apps.report import live_report
 
     if not options.folders:
-        raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
+        raise UserError("no folder given; give one or more folders written by `nlgrpo train` or another command")
     with tempfile.TemporaryDirectory(prefix="nlgrpo-watch-") as folder:
         live = live_report.LiveReport(options.folders, Path(folder))
         try:

@@ -207,12 +207,10 @@ def _runs(given: Sequence[Path | str]) -> list[_Run]:
             continue
         if run_loader.kind_of(folder) != "run":
             raise UserError(f"{folder} is not a run; use `nlgrpo report` for evaluations, sweeps and searches")
-        if recorded_tables.evaluates_itself(folder):
-            raise UserError(
-                f"{folder} is a run of `nlgrpo {recorded_tables.command_of(folder)}`, without samples of a policy; use "
-                "`nlgrpo report`"
-            )
         config = configurations.read(folder, [])
+        command = recorded_tables.command_of(config)
+        if command != "train":
+            raise UserError(f"{folder} is a run of `nlgrpo {command}`, which has no completions; use `nlgrpo report`")
         if configurations.section(config, "evaluation").get("prompts") == 0:
             raise UserError(
                 f"{folder} was trained with evaluation.prompts = 0; run `nlgrpo evaluate {folder} --evaluation.prompts "

@@ -43,7 +43,7 @@ def model_card(run: Path, repository: str) -> str:
     config = configurations.read(run, notes)
     base = configurations.section(config, "model").get("path") or ""
     source = configurations.section(config, "data").get("source") or ""
-    kind = recorded_tables.command_of(run)
+    kind = recorded_tables.command_of(config)
     of_kind = {"train": ["grpo", "reinforcement-learning"], "reward-model train": ["reward-model"]}
     tags = ["nlgrpo", *of_kind.get(kind, ["value-model"]), *(["lora"] if adapter else [])]
     data = ModelCardData(
@@ -162,7 +162,7 @@ def push(run: Path, repository: str, *, private: bool = False) -> str:
     operations = [CommitOperationAdd(name, path) for name, path in files.items() if name != "README.md"]
     operations.append(CommitOperationAdd("README.md", card.encode()))
     keys = configurations.read(run, [])
-    if recorded_tables.command_of(run) == "train":
+    if recorded_tables.command_of(keys) == "train":
         keys = comparing.without_defaults(keys)  # the other commands have defaults of their own
     operations.append(CommitOperationAdd(f"nlgrpo/{TOML}", toml_file.text(keys).encode()))
     api = HfApi(library_name="nlgrpo", library_version=__version__)

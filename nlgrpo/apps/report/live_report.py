@@ -82,8 +82,7 @@ class LiveReport:
         for folder in self.folders:
             for path in _files(folder):
                 if path.name == run_files.METRICS_FILE:
-                    name = path.parent.relative_to(folder.parent) if path.parent.name == "value" else path.parent.name
-                    lines.append(f"{name}: {_state(path, now)}")
+                    lines.append(f"{path.parent.relative_to(folder.parent)}: {_state(path, now)}")
         return lines
 
     def _fingerprint(self) -> list[tuple[str, int, int]]:
@@ -117,9 +116,10 @@ def _state(path: Path, now: float) -> str:
     try:
         total = json.loads((path.parent / "config.json").read_text("utf-8"))["train"]["steps"]
     except (OSError, ValueError, KeyError, TypeError):
-        total = "?"
+        total = None  # of epochs, or not to be read
     ago = as_clock(max(0.0, now - path.stat().st_mtime))
-    return f"{0 if step is None else step + 1}/{total}, logged {ago} ago"
+    done = f"{0 if step is None else step + 1}"
+    return f"{done}/{total}, logged {ago} ago" if total is not None else f"step {done}, logged {ago} ago"
 
 
 def server(live: LiveReport, host: str, port: int) -> ThreadingHTTPServer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +19,34 @@ VALUE = "value.json"
 LOOP = "iro.json"
 COMPARISON = "decode.json"
 
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
-
 
 def is_search(folder: Path) -> bool:
-    """Whether ``folder`` was written by `nlgrpo iro` or `nlgrpo decode`."""
-    return (folder / "iteration-1").is_dir() or any((folder / name).is_file() for name in (LOOP, COMPARISON))
+    """Whether ``folder`` was written by `nlgrpo iro` or `nlgrpo decode`, which may not have finished."""
+    return has_tables(folder) or (folder / "iteration-1").is_dir() or (folder / "ways").is_dir()
 
 
-def command_of(folder: Path) -> str:
-    """Return the command that writes such a run: "train", or one whose results are not in evaluation.json."""
-    if (folder / REWARD_MODEL).is_file():
+def has_tables(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in READERS)
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """Return the command that trained with ``config``: "train", or one whose results are not in evaluation.json."""
+    data = configurations.section(config, "data")
+    if "chosen_column" in data:
         return "reward-model train"
-    if not (folder / VALUE).is_file():
+    if "rollouts" not in data:
         return "train"
-    compressed = configurations.section(configurations.read(folder, []), "compress").get("values")
-    return "value compress" if compressed else "value train"
-
-
-def evaluates_itself(folder: Path) -> bool:
-    """Whether ``folder`` is a run of `nlgrpo reward-model train` or `nlgrpo value`, which has no evaluation.json."""
-    return command_of(folder) != "train"
+    return "value compress" if configurations.section(config, "compress").get("values") else "value train"
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether such a run has been evaluated after training."""
+    """Whether a run of another command than `nlgrpo train` was evaluated after training."""
     for name in (REWARD_MODEL, VALUE):
-        if (folder / name).is_file():
-            try:
-                return "after" in json.loads((folder / name).read_text("utf-8"))
-            except DAMAGED:
-                return False
+        try:
+            if "after" in json.loads((folder / name).read_text("utf-8")):
+                return True
+        except (OSError, ValueError, TypeError):
+            continue
     return False
 
 
@@ -63,7 +60,7 @@ def sections(folder: Path, notes: list[str], label: str = "") -> Iterator[Sectio
             content = json.loads(path.read_text("utf-8"))
             tables = tables_of(content)
             found = [_section(f"{label} {heading}".strip(), t) for heading, t in zip(headings, tables, strict=False)]
-        except DAMAGED as error:
+        except Exception as error:  # whatever a foreign or damaged file makes of it
             notes.append(f"{path} cannot be read ({type(error).__name__}: {error}).")
             continue
         finished = isinstance(content, dict) and "after" in content  # empty without held-out examples
@@ -102,9 +99,14 @@ def _section(heading: str, table: Table) -> Section:
     columns = []
     for column in table.columns:
         numeric = column.justify == "right"
-        columns.append([Cell(str(cell), number=numeric) for cell in column.cells])
+        columns.append([_cell(str(cell), numeric=numeric) for cell in column.cells])
     heads = [str(column.header) for column in table.columns]
     rows = list(zip(*columns, strict=True))
     below = [str(text) for text in (table.title, table.caption) if text]
     about = ". ".join(text[:1].upper() + text[1:] for text in below)
     return Section(heading, "table.html", page.Table(heads, rows, kind="wraps"), f"{about}.")
+
+
+def _cell(text: str, *, numeric: bool) -> Cell:
+    first, *rest = text.split("\n")
+    return Cell(first, ", ".join(rest), number=numeric)

@@ -1,4 +1,4 @@
-"""The HTML report of runs, evaluations and sweeps with its figures.
+"""The HTML report of runs, evaluations, sweeps and searches with its figures.
 
 A report is built from the files of a folder alone, so it can be written at any time, also for a run that was killed.
 Missing or damaged files are listed in the report's notes (`run_loader`).
@@ -84,7 +84,7 @@ def write_report(folders: Path | str | Sequence[Path | str], out: Path | None = 
     """
     given = [folders] if isinstance(folders, str | Path) else list(dict.fromkeys(folders))
     if not given:
-        raise UserError("no folder given; give one or more folders written by `nlgrpo train`, `evaluate` or `sweep`")
+        raise UserError("no folder given; give one or more folders written by `nlgrpo train` or another command")
     paths = [split_label(str(folder))[1] for folder in given]
     if out is None:
         out = (paths[0] if len(paths) == 1 else Path()) / FILE

@@ -1,4 +1,4 @@
-"""Loads runs, evaluations and sweeps from their folders for a report.
+"""Loads runs, evaluations, sweeps and searches from their folders for a report.
 
 A run may still be training or may have been killed, and files may be damaged: what cannot be read is listed in
 ``notes``, and the rest is loaded. Shapes: P prompts, n samples per prompt.
@@ -104,7 +104,7 @@ class ReportData:
 
 
 def read_runs(folders: Sequence[Path | str], *, join_seeds: bool = True) -> ReportData:
-    """Load runs, evaluations and sweeps, each with ``LABEL=`` before it for another name.
+    """Load runs, evaluations, sweeps and searches, each with ``LABEL=`` before it for another name.
 
     With ``join_seeds``, finished runs that differ in the seed only are one model. Raises UserError for a folder of
     another kind.
@@ -135,7 +135,8 @@ def kind_of(folder: Path) -> str:
     """Return "run", "evaluation", "sweep" or "search". Raises UserError for a folder of another kind."""
     if (folder / sweep_state.SWEEP_FILE).is_file():
         return "sweep"
-    if recorded_tables.is_search(folder):
+    of_a_run = _has(folder, run_files.METRICS_FILE, EVALUATION_FILE, results.RESULTS_FILE)
+    if not of_a_run and recorded_tables.is_search(folder):
         return "search"
     if not _has(folder, *configurations.FILES, run_files.METRICS_FILE) and _is_evaluation(folder):
         return "evaluation"
@@ -209,22 +210,33 @@ def comparable(sampled: Sequence[EvaluationSamples]) -> bool:
 # --- runs and sweeps --------------------------------------------------------------------------------------------------
 
 
-def _read_run(found: ReportData, folder: Path, label: str, given: str = "", *, named: bool, state: str = "") -> None:
-    """Add the run in ``folder``; with ``named``, its notes begin with its label."""
+def _read_run(
+    found: ReportData,
+    folder: Path,
+    label: str,
+    given: str = "",
+    *,
+    named: bool,
+    state: str = "",
+    name: str = "",
+) -> None:
+    """Add the run in ``folder``; with ``named``, its notes begin with its label. ``name``: that of the folder if ""."""
     notes: list[str] = []
     logged = Logged.read(folder / run_files.METRICS_FILE)
-    found.settings[label] = Settings(configurations.read(folder, notes), versions(folder))
+    config = configurations.read(folder, notes)
+    found.settings[label] = Settings(config, versions(folder))
     if not len(logged):
         notes.append(f"{run_files.METRICS_FILE} has no steps yet; the training curves are left out.")
-    if recorded_tables.evaluates_itself(folder):
-        sampled = {}
-        state = state or ("finished" if recorded_tables.is_finished(folder) else "not finished")
-        found.recorded.append((label, folder))
-    else:
+    sampled: dict[str, EvaluationSamples] = {}
+    if recorded_tables.command_of(config) == "train":
         sampled = _read_samples(folder, notes)
+    else:
+        state = state or ("finished" if recorded_tables.is_finished(folder) else "not finished")
+    if recorded_tables.has_tables(folder):
+        found.recorded.append((label, folder))
     model = Model(
         label,
-        name=folder.resolve().name,
+        name=name or folder.resolve().name,
         settings=label,
         state=state or _state(folder, sampled),
         logged=logged,
@@ -247,12 +259,15 @@ def _read_search(found: ReportData, folder: Path, label: str, *, named: bool) ->
     notes: list[str] = []
     if _has(folder, *configurations.FILES):
         found.settings[label] = Settings(configurations.read(folder, notes))
-    found.notes += [f"{label}: {note}" if named else note for note in notes]
     found.recorded.append((label, folder))
+    if not recorded_tables.has_tables(folder):
+        notes.append("There are no results yet: the search is running, or was stopped; the same command resumes it.")
+    found.notes += [f"{label}: {note}" if named else note for note in notes]
     iterations = sorted(folder.glob("iteration-*/value"), key=lambda path: (len(str(path)), path))  # 2 before 10
     for value in [*iterations, *sorted(folder.glob("compressed-*"))]:
         if _is_run(value):
-            _read_run(found, value, f"{label}/{value.relative_to(folder)}", named=True)
+            own = f"{label}/{value.relative_to(folder)}"
+            _read_run(found, value, own, named=True, name=own)
 
 
 def versions(run: Path) -> dict[str, str]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import tyro
 
+from nlgrpo.config import command_line
 from nlgrpo.config.overrides import from_file
 from nlgrpo.config.schema import EpochsConfig, HeldOutConfig, ScalarHeadConfig, bounded
 
+MODES = ("train",)
 ABOUT = """Train a reward model on preference pairs: nlgrpo reward-model train [file.toml] [--section.key value ...]
 
 The file sets the keys below, and the options override it. --dry-run prints the plan and trains nothing.
@@ -83,7 +85,8 @@ def from_arguments(arguments: Sequence[str]) -> RewardModelConfig:
 
 
 def show_help(arguments: Sequence[str]) -> None:
-    """Print the help of `nlgrpo reward-model train`, and exit."""
+    """Print the help of `nlgrpo reward-model train`, and exit. Raises UserError for another word."""
+    command_line.mode_of(arguments, "reward-model", MODES)
     from_arguments(["--help"])
 
 

@@ -239,7 +239,7 @@ class VLLMServers(VLLMEngine):
             found = []
             for job in jobs:
                 found.append(self._result(job))
-                report(len(found))
+                report(sum(map(len, found)))
             return found
         finally:
             failed.set()  # if one failed, the others stop

@@ -42,7 +42,7 @@ class VLLMEngine(ABC):
     ) -> list[list[Completion]]:
         """Sample the completions of each request, of at most ``together`` requests at a time if it can choose.
 
-        ``report``: called with the number of requests that are finished, if it knows.
+        ``report``: called with the number of completions that are finished, if it knows.
         """
 
     def generate(self, request: RolloutRequest) -> Rollout:
@@ -55,6 +55,7 @@ class VLLMEngine(ABC):
             requests.append((list(ids), parameters_of(request, seed, left_out)))
         together = max(1, (request.max_rows or ROWS) // request.samples)
         found = self._sample(requests, together, request.report)
+        request.report(len(found) * request.samples)
         rollout = rollout_from(request, found, vocab=vocab, device=self.ranks.device)
         if self.version is None:
             return rollout

@@ -55,9 +55,10 @@ class Sampler:
                 engine, batch, self.samples, self.sampling, seed=self.seed, max_rows=self.max_rows
             )
         request = RolloutRequest(
-            batch.ids, self.samples, self.sampling, seed=self.seed, index=batch.index, max_rows=self.max_rows
-        )
-        rollout = engine.generate(replace(request, on_progress=self.on_progress))
+            batch.ids, self.samples, self.sampling, seed=self.seed, index=batch.index, max_rows=self.max_rows,
+            on_progress=self.on_progress,
+        )  # fmt: skip
+        rollout = engine.generate(request)
         host_memory.release()  # the KV cache and gathered parameters
         return rollout
 
