@@ -28,6 +28,13 @@
     return String(Number(value.toPrecision(5)));
   }
 
+  // A number beside an axis, for which there is less room: 5e-5 and not 5.000e-5.
+  function tick(value) {
+    const short = Number(value.toPrecision(4));
+    const size = Math.abs(short);
+    return size !== 0 && (size < 1e-3 || size >= 1e6) ? short.toExponential() : String(short);
+  }
+
   // The lines of a panel. A curve with an average is two: its values, lighter and not in the legend, and the average,
   // for which the legend shows the values.
   function lines(panel) {
@@ -89,7 +96,7 @@
       scales: { x: { time: false, range: (chart, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: { range: around } },
       axes: [
         axis({ incrs: [1, 2, 5, 10, 20, 50].concat([2, 3, 4, 5, 6].flatMap((p) => [10 ** p, 2 * 10 ** p, 5 * 10 ** p])) }),
-        axis({ size: 56, values: (chart, ticks) => ticks.map((v) => text(v)) }),
+        axis({ size: 56, values: (chart, ticks) => ticks.map(tick) }),
       ],
       series: [{ label: "step" }, ...all.map((line) => line.style)],
       legend: { show: !several },
