@@ -71,7 +71,7 @@ def test_a_reward_model(tmp_path):
 
 def test_a_run_that_is_not_finished_says_so(tmp_path):
     page = read_page(write_report(trained(tmp_path / "value", "value.json", {"before": BEFORE})))
-    assert "value.json has no results of the end yet." in page.text
+    assert "value.json has no final results yet." in page.text
     assert page.tables == []
 
 

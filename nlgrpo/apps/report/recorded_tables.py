@@ -65,7 +65,7 @@ def sections(folder: Path, notes: list[str], label: str = "") -> Iterator[Sectio
             continue
         finished = isinstance(content, dict) and "after" in content  # empty without held-out examples
         if not found and not finished:
-            notes.append(f"{path} has no results of the end yet.")
+            notes.append(f"{path} has no final results yet.")
         yield from found
 
 
