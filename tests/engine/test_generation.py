@@ -232,7 +232,7 @@ def test_a_cpu_decodes_256_rows_together(tmp_path, monkeypatch):
     model, seen = decoder.load(tmp_path), []
     decode = generation._decode
     monkeypatch.setattr(
-        generation, "_decode", lambda m, request: seen.append(len(request.prompts)) or decode(m, request)
+        generation, "_decode", lambda m, request, n: seen.append(len(request.prompts)) or decode(m, request, n)
     )
     generate(model, [[5]] * 100, 4, Sampling(max_new_tokens=1))
     assert seen == [64, 36]
