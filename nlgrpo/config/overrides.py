@@ -6,6 +6,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,17 +15,7 @@ import tyro
 from nlgrpo.config.schema import AnyConfig, Config, RewardConfig, ScalarHeadConfig, dashed, read_toml
 from nlgrpo.errors import UserError
 
-ABOUT = """Train a model: nlgrpo train [recipe] [file.toml] [--section.key value ...] [--dry-run]
-
-`nlgrpo recipes` lists the recipes. The file overrides the recipe, and the options below override both. --dry-run prints
-the plan and trains nothing. --tiny lays the file's table [tiny] over it: the same run, for two CPU cores.
-
---rewards.NAME.function adds the reward NAME to those of the recipe. To replace the rewards, start from the recipe
-`blank`, or use a file with a [rewards] table. A reward of weight 0 is only logged.
-
-The defaults below are {recipe}. `nlgrpo train RECIPE --help` shows those of a recipe, and `nlgrpo train file.toml
---help` those of a file. Without a recipe and a file, `nlgrpo train` runs the recipe `maze`. Paths in a file are
-relative to the working directory."""
+HELP = frozenset(("-h", "--help"))
 
 
 def key_types(config: type) -> dict[str, Any]:
@@ -59,10 +50,12 @@ def override(config: Config, arguments: Sequence[str], *, program: str = "nlgrpo
         named = re.match(r"--rewards\.([^.=]+)\.", argument)
         if named and dashed(named[1]) not in map(dashed, rewards):
             rewards[named[1]] = RewardConfig()
-    if not rewards and {"-h", "--help"} & set(arguments):
-        rewards["NAME"] = RewardConfig()
-    described = "those that a file starts from" if config.recipe == "blank" else f"those of `{config.recipe}`"
-    about = ABOUT.replace("{recipe}", described)
+    about = ""
+    if HELP & set(arguments):
+        from nlgrpo.config import help_text
+
+        about = help_text.of_training(config.recipe)
+        rewards = rewards or {"NAME": RewardConfig()}
     return lay_over(dataclasses.replace(config, rewards=rewards), arguments, program=program, about=about)
 
 
@@ -85,14 +78,20 @@ def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about
     if not arguments:
         return config
     keys = key_types(type(config)).items()
-    return tyro.cli(
-        type(config),
-        default=config,
-        args=_tyro_spelling(arguments, {name for name, kind in keys if kind is bool}),
-        prog=program,
-        description=about,
-        config=(tyro.conf.SuppressFixed,),
-    )
+    reading: AbstractContextManager[None] = nullcontext()
+    if HELP & set(arguments):
+        from nlgrpo.config import help_text
+
+        reading = help_text.each_file_parsed_once()
+    with reading:
+        return tyro.cli(
+            type(config),
+            default=config,
+            args=_tyro_spelling(arguments, {name for name, kind in keys if kind is bool}),
+            prog=program,
+            description=about,
+            config=(tyro.conf.SuppressFixed,),
+        )
 
 
 def _tyro_spelling(arguments: Sequence[str], switches: set[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """The console command: what it prints, its exit status, and that bad input ends in a message."""
 
+import ast
 import errno
 import json
 import os
@@ -158,19 +159,40 @@ def test_every_command_has_help(command, call):
     assert out.startswith(f"usage: nlgrpo {command}")
 
 
+def processor_seconds(script):
+    """Seconds that the processor works on a script: the least of three, the first of which may compile modules."""
+    taken = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(taken)
+
+
+@pytest.fixture(scope="module")
+def seconds_of_pytorch():
+    return processor_seconds("import torch")
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
-def test_help_takes_no_second(command):
-    """PyTorch, transformers and matplotlib take several."""
+def test_help_takes_no_second(command, seconds_of_pytorch):
+    """A second is 0.6 times what importing PyTorch takes (1.7 s), a measure that holds on a busy machine too."""
     script = (
         "import sys\nfrom nlgrpo import cli\n"
         f"try: cli.main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # of the processor, in any load
+    assert processor_seconds(script) < 0.6 * seconds_of_pytorch
+
+
+def test_help_leaves_the_parser_of_python_as_it_was(call):
+    parse = ast.parse
+    status, out, _ = call("train", "--help")
+    assert status == 0
+    assert "AdamW's epsilon" in out
+    assert ast.parse is parse
 
 
 @pytest.mark.parametrize(
