@@ -1,6 +1,6 @@
 """A plugin of pytest that writes the numbers of passed, failed and skipped tests, and the failures, as JSON.
 
-It writes them during the session, so that a session that is killed leaves them. The file is that of the environment
+It writes them while the tests run, so that a run that is killed leaves them. The file is that of the environment
 variable NLGRPO_KIT_COUNTS.
 """
 

@@ -178,13 +178,13 @@ def seconds_of_pytorch():
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_help_takes_no_second(command, seconds_of_pytorch):
-    """A second is 0.6 times what importing PyTorch takes (1.7 s), a measure that holds on a busy machine too."""
+    """Where importing PyTorch takes 1.7 s, it takes at most 0.7 s; a ratio holds on a busy machine too."""
     script = (
         "import sys\nfrom nlgrpo import cli\n"
         f"try: cli.main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
-    assert processor_seconds(script) < 0.6 * seconds_of_pytorch
+    assert processor_seconds(script) < 0.4 * seconds_of_pytorch
 
 
 def test_help_leaves_the_parser_of_python_as_it_was(call):
