@@ -11,7 +11,7 @@ SANITIZED_TESTS := tests/planted_faults.py tests/kernels/test_blocks.py tests/ke
 	tests/kernels/test_decode.py tests/kernels/test_linear.py tests/kernels/test_logprob.py \
 	tests/kernels/test_packed_attention.py $(wildcard tests/kernels/test_ecdf*.py) \
 	$(wildcard tests/calibration/test_ecdf*.py) tests/kernels/test_linearize.py tests/engine/test_generation.py \
-	tests/apps/test_cli.py \
+	tests/apps/test_cli.py::test_generate_continues_every_prompt \
 	tests/config/test_schema.py::test_a_reward_of_weight_0_is_logged_and_not_optimised \
 	tests/training/test_train.py::test_bfloat16_runs_on_a_cpu_and_goes_on
 
@@ -42,7 +42,7 @@ test-slow: $(VENV)/installed-test  ## tests marked slow: processes, time limits,
 	$(PYTEST) -m "slow and not records"
 
 # Not in CI. Run them by hand before a release.
-test-records: $(VENV)/installed-test  ## quick runs of benchmarks, notebooks, experiments and the GPU kit
+test-records: $(VENV)/installed-test  ## what takes too long for CI: quick runs of benchmarks, notebooks, experiments, ..
 	$(PYTEST) -m records
 
 # vLLM pins versions of other packages, so it has an environment of its own. On a CPU it needs heads of 32 or more.

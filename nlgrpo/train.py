@@ -40,12 +40,12 @@ from nlgrpo.training.learner import Learner
 from nlgrpo.training.rollouts import Rollouts
 from nlgrpo.training.schedules import learning_rates, next_beta
 from nlgrpo.training.tracking import terminal
-from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.trainer import Progress, Trainer
 
 if TYPE_CHECKING:
     from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
     from nlgrpo.engine.rollouts.run_inputs import RunInputs
+    from nlgrpo.training.tracking.logger import MetricsLogger
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,6 @@ from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 from nlgrpo.runtime.distributed import Ranks
 from nlgrpo.training.tracking import run_files
-from nlgrpo.training.tracking.logger import WRITTEN as LOGGED
 
 if TYPE_CHECKING:
     from nlgrpo.engine.rollouts.run_inputs import RunInputs
@@ -40,7 +39,7 @@ def written() -> tuple[str, ...]:
         "adapter",
         "engine",
         "paused-servers",
-        *LOGGED,
+        *run_files.LOGGED,
         run_inputs.EVALUATION_FILE,
         run_inputs.INPUTS_FILE,
         run_files.REPORT_FILE,

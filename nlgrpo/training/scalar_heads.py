@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from rich.console import Console
@@ -42,9 +42,11 @@ from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.timing import Clock, every
 from nlgrpo.training.learner import make_optimizer
 from nlgrpo.training.schedules import learning_rate
-from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.terminal import output
 from nlgrpo.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from nlgrpo.training.tracking.logger import MetricsLogger
 
 
 class Totals(Protocol):

@@ -35,11 +35,11 @@ from nlgrpo.runtime.timing import Clock, every, flops_utilisation
 from nlgrpo.training import run_folder
 from nlgrpo.training.divergence import Diverged
 from nlgrpo.training.tracking import run_files, terminal
-from nlgrpo.training.tracking.logger import MetricsLogger
 
 if TYPE_CHECKING:
     from nlgrpo.engine.rollouts.run_inputs import RunInputs
     from nlgrpo.runtime.checkpoint import Saver
+    from nlgrpo.training.tracking.logger import MetricsLogger
 
 
 @dataclass
@@ -191,6 +191,8 @@ class Trainer(ABC):
                 last = step + 1 == self.steps
                 stopping = self.ranks.any(stop.received) or last
                 if stopping or every(train.checkpoint_every, step + 1):
+                    if not stopping:  # a run that stops saves first: it may be killed soon
+                        log.catch_up()
                     self.save(wait=stopping)
                 if stopping:
                     return last
@@ -219,6 +221,8 @@ class Trainer(ABC):
         )
 
     def logger(self) -> MetricsLogger:
+        from nlgrpo.training.tracking.logger import MetricsLogger
+
         tracked = None
         if self.config.train.track:
             from nlgrpo.training.tracking.trackers import TrackedRun

@@ -160,19 +160,16 @@ def test_every_command_has_help(command, call):
 
 
 def processor_seconds(script):
-    """Seconds that the processor works on a script: the least of three, the first of which may compile modules."""
-    taken = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(taken)
+    """Seconds that the processor works on a script."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.fixture(scope="module")
 def seconds_of_pytorch():
-    return processor_seconds("import torch")
+    return min(processor_seconds("import torch") for _ in range(3))
 
 
 @pytest.mark.sampled(5)
@@ -184,7 +181,8 @@ def test_help_takes_no_second(command, seconds_of_pytorch):
         f"try: cli.main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
-    assert processor_seconds(script) < 0.4 * seconds_of_pytorch
+    limit = 0.4 * seconds_of_pytorch
+    assert any(processor_seconds(script) < limit for _ in range(3))  # the first of three may compile modules
 
 
 def test_help_leaves_the_parser_of_python_as_it_was(call):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -37,6 +38,7 @@ def noisy(completions, **columns):
 '''
 QUESTIONS = 20
 RESTARTS = 1  # of the ranks, by torchrun
+RANKS_END = 12  # seconds from torchrun's SIGTERM to its SIGKILL, in place of 30; longer than any grace period here
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -180,6 +182,7 @@ def on_ranks(main: Callable[[Path, Path], int], ranks: int) -> Callable[[Path, P
             return ForkedRank(lambda: main(work, out), environment)
 
         SubprocessHandler._popen = fork
+        LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, RANKS_END)
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}", "--monitor-interval=0.1"]
         try:
             torchrun.main([*options, "rank"])

@@ -1,4 +1,6 @@
-"""Compile every Triton kernel for three GPUs on a machine without one; print one JSON object per kernel and target.
+"""Compile every Triton kernel for GPUs on a machine without one; print one JSON object per kernel and target.
+
+The arguments are compute capabilities: `build_triton.py 80 90 100`.
 
 `test_triton_builds.py` runs this file in a separate process, as Triton decides once whether it interprets or compiles.
 """
@@ -8,13 +10,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import triton
 
-from nlgrpo.apps.doctor.triton_builds import CAPABILITIES, build, cases
+from nlgrpo.apps.doctor.triton_builds import build, cases
 
 
 def resources(cubin):
@@ -43,7 +46,8 @@ def facts(job):
 
 def main():
     assert not triton.knobs.runtime.interpret, "set TRITON_INTERPRET=0: the kernels must be compiled"
-    jobs = list(itertools.product((name for name, *_ in cases()), CAPABILITIES))
+    capabilities = [int(text) for text in sys.argv[1:]]
+    jobs = list(itertools.product((name for name, *_ in cases()), capabilities))
     with ProcessPoolExecutor() as pool:
         for found in pool.map(facts, reversed(jobs)):  # in reverse, as the last ones are the slowest
             print(json.dumps(found), flush=True)

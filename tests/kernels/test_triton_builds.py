@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for three GPUs on a machine without one."""
+"""Compile every Triton kernel for GPUs on a machine without one: for Hopper in CI, for all three by hand."""
 
 import json
 import os
@@ -8,29 +8,37 @@ from pathlib import Path
 
 import pytest
 
+from nlgrpo.apps.doctor.triton_builds import CAPABILITIES
+
 pytestmark = pytest.mark.slow
 
 SHARED = 16 * 1024  # bytes; an SM has 100 KiB and more, so that several programs fit on one
+HOPPER = 90
 
 
-@pytest.fixture(scope="module")
-def builds(tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(sm, marks=() if sm == HOPPER else pytest.mark.records) for sm in CAPABILITIES],
+    ids="sm{}".format,
+)
+def builds(request, tmp_path_factory):
     pytest.importorskip("triton")
     fresh = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    script = Path(__file__).with_name("build_triton.py")
-    done = subprocess.run([sys.executable, script], env=os.environ | fresh, capture_output=True, text=True, check=False)
+    command = [sys.executable, Path(__file__).with_name("build_triton.py"), str(request.param)]
+    done = subprocess.run(command, env=os.environ | fresh, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {build["sm"] for build in found} == {request.param}
+    return found
 
 
-def test_all_kernels_build_for_all_targets(builds):
+def test_all_kernels_build(builds):
     names = {build["kernel"] for build in builds}
     assert {name.split()[0] for name in names} == {"statistics", "gradient", "policy_loss", "linearize", "sample"}
     assert {name.split()[1] for name in names if name.startswith("policy_loss")} == {"ppo", "cispo", "reinforce"}
     assert sum(name.startswith("linearize") and name.endswith("float64") for name in names) == 7
-    assert len(builds) == 3 * len(names)
-    assert {build["sm"] for build in builds} == {80, 90, 100}
+    assert len(builds) == len(names)
 
 
 def test_nothing_spills_and_shared_memory_is_small(builds):

@@ -167,6 +167,7 @@ TAKEN_OUT = {
 }
 
 
+@pytest.mark.records
 @pytest.mark.parametrize("name", TAKEN_OUT)
 def test_without_a_protection_injections_are_lost(tmp_path, name):
     statements, only, reported = TAKEN_OUT[name]

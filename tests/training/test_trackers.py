@@ -27,6 +27,7 @@ from nlgrpo.training.tracking.logger import MetricsLogger
 from nlgrpo.training.tracking.run_files import read_jsonl
 from nlgrpo.training.tracking.terminal import Sample
 from nlgrpo.training.tracking.trackers import BackgroundTracker, Memory, TrackedRun, as_table
+from nlgrpo.training.trainer import Trainer
 
 CONFIG = {"rollout": {"samples": 8, "stop_ids": [1, 2]}, "optim": {"lr": 1e-5}, "recipe": "length-bon"}
 SAMPLES = [
@@ -138,6 +139,46 @@ def test_a_tracker_that_hangs_does_not_delay_training(monkeypatch, capsys):
     warnings = capsys.readouterr().err
     assert warnings.count("is 1000 calls behind; what does not fit is left out") == 1
     assert warnings.count("did not take everything within 0.3 s of the end of the run") == 1
+
+
+def test_a_checkpoint_waits_for_a_slow_tracker_and_once_for_one_that_hangs(monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "LAST_CALLS", 0.3)
+    slow, gate = Recorder(), threading.Event()
+    slow.log = lambda step, metrics: (time.sleep(0.02), slow.calls.append(step))
+    quick, hangs, fails = Recorder(), Recorder(gate=gate), Recorder("log")
+    started = [BackgroundTracker("fake", lambda one=one: one) for one in (slow, quick, fails, hangs)]
+    for step in range(3):
+        for tracker in started:
+            tracker.log(step, {"loss": 1.0})
+    trackers.catch_up(started[:3])
+    assert slow.calls == [0, 1, 2]
+    assert [step for _, step, _ in quick.calls] == [0, 1, 2]
+    assert "behind" not in capsys.readouterr().err
+    begun = time.monotonic()
+    trackers.catch_up(started)
+    assert 0.3 <= time.monotonic() - begun < 5
+    assert capsys.readouterr().err.count("fake is more than 0.3 s behind; if the run is killed, it lacks some") == 1
+    begun = time.monotonic()
+    trackers.catch_up(started)
+    assert time.monotonic() - begun < 0.3
+    assert capsys.readouterr().err == ""
+    gate.set()
+    started[-1].close()
+    assert [name for name, *_ in hangs.calls] == ["log"] * 3 + ["close"]
+
+
+@pytest.mark.usefixtures("no_warnings", "one_thread", "no_figures")
+def test_trackers_have_every_step_that_a_checkpoint_has(tmp_path, monkeypatch):
+    slow, logged, seen = Recorder(), [], []
+    slow.log = lambda step, metrics: (time.sleep(0.3), logged.append(step))
+    fake = types.SimpleNamespace(begin=lambda run, memory: slow)
+    monkeypatch.setitem(sys.modules, "nlgrpo.training.tracking.tensorboard_tracker", fake)
+    save = Trainer.save
+    monkeypatch.setattr(Trainer, "save", lambda self, **more: (seen.append(list(logged)), save(self, **more)))
+    more = ("--train.steps", "4", "--train.checkpoint-every", "2", "--train.out", str(tmp_path / "run"))
+    assert train.main([*TINY, *more, "--train.track", "tensorboard"]) == 0
+    assert seen[0] == [0, 1]
+    assert logged == [0, 1, 2, 3]
 
 
 def test_what_trackers_remember_survives_a_kill_and_not_a_restart(tmp_path):

@@ -18,7 +18,7 @@ def scores_of(spec):
     return scores.values["r"].flatten()
 
 
-@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("labels", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_scores_are_those_of_transformers(serve, tmp_path, labels):
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -47,7 +47,15 @@ def served(server):
     return ["--vllm.servers", server.url, "--vllm.timeout", "200"]
 
 
-@pytest.mark.parametrize("more", [[], ["--rollout.top-k", "20"], ["--lora.rank", "2", "--optim.lr", "0.01"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--rollout.top-k", "20"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--lora.rank", "2", "--optim.lr", "0.01"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_colocated_run(models, tmp_path, more):
     status, _, err = run(command(models["llama"], tmp_path / "run", *more))
     assert status == 0, err[-3000:]
@@ -114,6 +122,7 @@ def test_a_server_gives_samples_of_every_policy(models, tmp_path, serve):
     assert max(of(tmp_path / "run", "sampling/logp_difference/max")) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_server_gets_adapters(models, tmp_path, serve):
     server = serve(models["llama"], "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     more = [*served(server), "--lora.rank", "2", "--optim.lr", "0.01"]
@@ -228,7 +237,10 @@ def test_a_killed_colocated_run_resumes_and_leaves_no_process(models, tmp_path):
     assert of(tmp_path / "run", "sampling/version") == list(range(20))
 
 
-@pytest.mark.parametrize("name", ["rollout", "evaluate", "generate", "iro"])
+@pytest.mark.parametrize(
+    "name",
+    ["evaluate", "generate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rollout", "iro"))],
+)
 def test_commands(models, tmp_path, name):
     source, out = str(models["gpt2"]), ["--out", str(tmp_path / "out")]
     vllm = ["length-bon", "--rollout.engine", "vllm", "--model.path", source]

@@ -17,9 +17,6 @@ from nlgrpo.training.tracking.terminal import SHOWN, ProgressLine, Sample, sampl
 if TYPE_CHECKING:
     from nlgrpo.training.tracking.trackers import BackgroundTracker, TrackedRun
 
-# What logging writes into the folder of a run.
-WRITTEN = (run_files.METRICS_FILE, run_files.SAMPLES_FILE, run_files.TRACKERS_FILE, "tensorboard", "wandb", "comet")
-
 
 class MetricsLogger:
     """Logs a run; does nothing if ``enabled`` is false (other ranks).
@@ -86,6 +83,13 @@ class MetricsLogger:
         for tracker in self._trackers:
             tracker.table(step, rows)
         self._progress.console.print(samples_table(step, rows, self._progress.console.encoding))
+
+    def catch_up(self) -> None:
+        """Wait for the trackers before a checkpoint, for a limited time: `trackers.catch_up`."""
+        if self.enabled and self._trackers:
+            from nlgrpo.training.tracking import trackers
+
+            trackers.catch_up(self._trackers)
 
     def close(self) -> None:
         """Stop the live line and close the trackers; a second call does nothing."""

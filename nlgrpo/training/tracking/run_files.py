@@ -20,6 +20,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 REPORT_FILE = "report.html"
 TRACKERS_FILE = "trackers.json"
+# What logging writes into the folder of a run.
+LOGGED = (METRICS_FILE, SAMPLES_FILE, TRACKERS_FILE, "tensorboard", "wandb", "comet")
 TRACKER_KEYS = ("train.track", "train.project", "train.run_name")  # they may change when a run resumes
 TAIL = 2**16  # bytes; more than two lines of metrics
 

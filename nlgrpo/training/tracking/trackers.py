@@ -23,7 +23,7 @@ from nlgrpo.training.tracking.terminal import Sample
 
 WAITING = 1000  # calls that may wait for a slow tracker
 FIRST_CALL = 10.0  # seconds that a run waits at its start for trackers, so that one that cannot write says so then
-LAST_CALLS = 30.0  # seconds that a run waits at its end until a tracker has everything
+LAST_CALLS = 30.0  # seconds that a run waits at a checkpoint, and at its end, until a tracker has everything
 
 
 class Tracker(Protocol):
@@ -112,6 +112,7 @@ class BackgroundTracker:
     begun: threading.Event = field(default_factory=threading.Event)
     failed: threading.Event = field(default_factory=threading.Event)
     slow: bool = False
+    behind: bool = False
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -127,6 +128,18 @@ class BackgroundTracker:
         """Record sampled completions."""
         columns, rows = as_table(step, samples)
         self._call(lambda tracker: tracker.table(step, columns, rows))
+
+    def catch_up(self, deadline: float) -> None:
+        """Wait until everything is recorded, or until ``deadline``; then warn, and do not wait again."""
+        if self.behind:
+            return
+        recorded = threading.Event()
+        self._call(lambda tracker: recorded.set())
+        while not self.failed.is_set() and not recorded.wait(0.1):
+            if time.monotonic() > deadline:
+                self.behind = True
+                self._warn(f"is more than {LAST_CALLS:g} s behind; if the run is killed, it lacks some metrics")
+                return
 
     def close(self) -> None:
         """Wait until everything is recorded, for at most `LAST_CALLS` seconds; a second call does nothing."""
@@ -183,6 +196,16 @@ def start(run: TrackedRun, folder: Path, resume_step: int) -> list[BackgroundTra
     for tracker in started:
         tracker.begun.wait(max(0.0, deadline - time.monotonic()))
     return started
+
+
+def catch_up(trackers: Sequence[BackgroundTracker]) -> None:
+    """Wait until the trackers have what was logged so far, for at most `LAST_CALLS` seconds.
+
+    A run that was killed resumes from a checkpoint and logs only the steps after it, so a checkpoint waits.
+    """
+    deadline = time.monotonic() + LAST_CALLS
+    for tracker in trackers:
+        tracker.catch_up(deadline)
 
 
 def as_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
