@@ -219,7 +219,9 @@ FAULTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "name", "fault", "check", "claims"), FAULTS, ids=lambda x: getattr(x, "__name__", None)
+    ("where", "name", "fault", "check", "claims"),
+    [pytest.param(*fault, marks=[pytest.mark.records] if i % 3 else []) for i, fault in enumerate(FAULTS)],
+    ids=lambda x: getattr(x, "__name__", None),
 )
 def test_a_planted_fault_is_found(monkeypatch, where, name, fault, check, claims):
     monkeypatch.setattr(where, name, fault)

@@ -335,7 +335,8 @@ def test_a_solution_that_lies_close_to_the_grid_is_not_missed():
     assert 0.98 < float(Grid(objective, beta, 1100).value(top)) <= found.value
 
 
-@pytest.mark.slow  # the search for beta halves an interval 45 times
+@pytest.mark.slow
+@pytest.mark.records  # the search for beta halves an interval 45 times
 def test_a_kl_that_the_optimum_jumps_over():
     with pytest.raises(ValueError, match=r"no optimum has KL = 0.7: the best stationary point changes at beta = 0.08"):
         at_kl("fp:distortion:2,0,0,1", [0.7], 4)

@@ -28,7 +28,7 @@ from nlgrpo.training import learner
 
 LINES = Path(__file__).with_name("configurations.txt").read_text("utf-8").splitlines()
 COMMANDS = dict(line.split(": ", 1) for line in LINES if not line.startswith("#"))
-FAST = ("grpo", "lora", "search")  # the others are slow tests
+FAST = ("grpo", "lora", "search")  # the others are slow tests, and every second one is not in CI
 MODELS = ("llama", "qwen2", "qwen3", "mistral-window", "neox", "gpt2")
 TINY = """
 [model]
@@ -126,7 +126,12 @@ def run(device, folder, name):
     return counts
 
 
-SELECTED = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in COMMANDS]
+OTHERS = [name for name in COMMANDS if name not in FAST]
+SELECTED = [
+    *FAST,
+    *(pytest.param(name, marks=[pytest.mark.slow]) for name in OTHERS[::2]),
+    *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.records]) for name in OTHERS[1::2]),
+]
 
 
 @pytest.mark.sampled(4)
