@@ -39,7 +39,7 @@ def choose(
     known = ("auto", "triton", "cpp", "torch") if cpp else ("auto", "triton", "torch")
     if impl not in known:
         raise ValueError(f"impl={impl!r} is not known to {op}; expected {', '.join(map(repr, known))}.")
-    if impl == "torch":
+    if impl == "torch" or (impl == "auto" and _in_torch):
         return "torch"
     on_cpu = all(map(is_cpu, tensors))
     if cpp and (impl == "cpp" or (impl == "auto" and on_cpu)):
@@ -63,6 +63,18 @@ def choose(
 
 
 _traced_as_cpu = False
+_in_torch = False
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """Context in which ``impl="auto"`` is "torch", for few small tensors: a custom op's first call takes seconds."""
+    global _in_torch
+    before, _in_torch = _in_torch, True
+    try:
+        yield
+    finally:
+        _in_torch = before
 
 
 @contextmanager

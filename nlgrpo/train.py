@@ -8,7 +8,6 @@ algorithms (BoN-SFT, DPO, IPO, BoNBoN) share the run and replace the step.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from nlgrpo import errors
 from nlgrpo.config.recipes import from_arguments
-from nlgrpo.config.schema import Config, to_dict
+from nlgrpo.config.schema import Config
 from nlgrpo.engine.backends.base import PolicyEngine
 from nlgrpo.errors import UserError
 from nlgrpo.objectives.advantages import subtract_baseline
@@ -43,8 +42,9 @@ from nlgrpo.training.tracking import terminal
 from nlgrpo.training.trainer import Progress, Trainer
 
 if TYPE_CHECKING:
-    from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples
     from nlgrpo.engine.rollouts.run_inputs import RunInputs
+    from nlgrpo.training.binary_rewards import BinaryRewards
+    from nlgrpo.training.evaluation import Evaluations, Samples
     from nlgrpo.training.tracking.logger import MetricsLogger
 
 
@@ -58,6 +58,8 @@ class PolicyTrainer(Trainer):
     learner: Learner = field(init=False)
     engine: PolicyEngine = field(init=False)
     rollouts: Rollouts = field(init=False)
+    binary: BinaryRewards = field(init=False)
+    evaluations: Evaluations | None = None
     base_digest: str = ""  # of the initial weights, on the first rank once `inputs` has read them
 
     @classmethod
@@ -135,6 +137,7 @@ class PolicyTrainer(Trainer):
         stats |= self.rollouts.metrics(drawn, step, stats)
         log.log(step, groups.with_logged(stats))                     # plus the metrics that rewards logged
         self.watch.look(step, stats)
+        self.binary.warn(groups.rewards, ranks)
         why     = partial(groups.without_reward, joint.objectives, cfg.rewards)
         self.watch.check_rewards(step, progress.empty_steps, why)
         if every(cfg.train.samples_every, step):
@@ -196,70 +199,57 @@ class PolicyTrainer(Trainer):
         with policy.policy_engine(self.setup, self.learner.model, lambda: stop.received) as self.engine:
             yield
 
-    def evaluate_before(self) -> EvaluationSamples | None:
+    def evaluate_before(self) -> Samples | None:
         before = None
-        if self.config.evaluation.prompts > 0:
+        if self.setup.evaluation_sets:
             from nlgrpo.training import evaluation
 
-            before = evaluation.saved_before(self.setup)
-            if before is None:
-                self.engine.take(self.learner.model, 0)
-                before = evaluation.evaluate(self.setup, self.engine, "before")
-                evaluation.write(self.setup, before=before)
+            before = evaluation.of_start(self.setup, self.engine, self.learner.model)
         # Rewards may have drawn random numbers in the evaluation, which a run that resumes does not repeat.
         seed_everything(self.config.train.seed + self.ranks.rank)
         return before
 
-    def begin(self, before: EvaluationSamples | None, log: MetricsLogger) -> None:
+    def begin(self, before: Samples | None, log: MetricsLogger) -> None:
+        from nlgrpo.training.binary_rewards import BinaryRewards
+
         # After a rollback, the samples have another seed.
         seed = self.config.train.seed ^ (self.progress.rollbacks << 48)
         sampler = replace(self.setup.sampler, seed=seed)
         self.rollouts = Rollouts(self.setup, sampler, self.learner, self.engine, self.progress, self.save)
         self.watch.begin(self.progress.step)
-        if self.progress.step == 0:
-            self.log_evaluation(before, log)
-
-    def log_evaluation(self, sampled: EvaluationSamples | None, log: MetricsLogger) -> None:
-        """Send an evaluation of the current policy to the trackers, if there are any."""
-        if sampled is not None and self.ranks.first and self.config.train.track:
-            from nlgrpo.training import evaluation_summary  # SciPy
-
-            metrics = evaluation_summary.metrics(sampled, self.config.evaluation.ns)
-            log.evaluation(max(0, self.progress.step - 1), metrics)
-
-    def finish(self, before: EvaluationSamples | None, log: MetricsLogger) -> None:
-        """Export the model, evaluate it, and write the report."""
-        exported = self.export()
+        self.binary = BinaryRewards.of(self.config, self.setup.objective.objectives)
         if before is not None:
+            from nlgrpo.training.evaluation import Evaluations
+
+            self.evaluations = Evaluations(
+                self.setup, before, self.engine, self.learner.model, self.rollouts.settle, self.save, self.export
+            )
+            self.evaluations.record(0, before, log)
+
+    def evaluate_during(self, log: MetricsLogger) -> bool | None:
+        return None if self.evaluations is None else self.evaluations.during(self.progress.step, log)
+
+    def finish(self, before: Samples | None, log: MetricsLogger) -> None:
+        """Export the model, evaluate it, and write the report."""
+        exported = self.export(self.folder)
+        if before is not None and self.evaluations is not None:
             from nlgrpo.training import evaluation
 
-            self.engine.take(self.learner.model, self.progress.step)
-            after = evaluation.evaluate(self.setup, self.engine, "after")
-            evaluation.write(self.setup, before=before, after=after)
-            self.log_evaluation(after, log)
+            step = self.progress.step
+            after = self.evaluations.evaluate(step, "after training")
+            evaluation.write(self.setup, before, after)
+            self.evaluations.record(step, after, log)
             if self.ranks.first:
-                from nlgrpo.training import evaluation_summary
-
-                recorded = evaluation_summary.recorded_for(to_dict(self.config))
-                ns = self.config.evaluation.ns
-                log.console.print(evaluation_summary.before_after_table(before, after, ns, recorded))
-                changed = evaluation_summary.what_changed(before, after, ns)
-                log.console.print(f"changed {changed}", highlight=False, soft_wrap=True)
+                evaluation.print_changes(self.setup, before, after, log.console)
+        best = None if self.evaluations is None else self.evaluations.best()
         if self.ranks.first:
-            from nlgrpo.apps.report import hub, report  # matplotlib takes a second
+            from nlgrpo.apps.report import end_of_run  # matplotlib takes a second
 
-            page = report.write_report(self.folder)
-            log.console.print(f"model   {exported}\nreport  {page}", highlight=False, soft_wrap=True)
-            if before is not None and not self.config.environment.id:  # of which `evaluate` has none
-                again = f"nlgrpo evaluate {shlex.quote(str(self.folder))} --n {4 * self.config.evaluation.samples}"
-                log.console.print(f"next    {again}", highlight=False, soft_wrap=True)
-            if repository := self.config.train.push:
-                pushed = hub.push(self.folder, repository)
-                log.console.print(f"pushed  {pushed}", highlight=False, soft_wrap=True)
+            end_of_run.conclude(self.config, exported, best, log.console, evaluated=before is not None)
 
     @phase("export")
-    def export(self) -> Path:
-        return policy.export(self.setup, self.learner.model, self.base_digest)
+    def export(self, folder: Path) -> Path:
+        return policy.export(self.setup, self.learner.model, self.base_digest, folder)
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restore the newest checkpoint from before ``diverged``, and continue with other samples; collective.

@@ -29,7 +29,7 @@ def key_types(config: type) -> dict[str, Any]:
 
 
 LISTS = {name for name, kind in key_types(Config).items() if typing.get_origin(kind) is tuple}
-SWITCHES = {name for name, kind in key_types(Config).items() if kind is bool}
+SWITCHES = {name for name, kind in key_types(Config).items() if kind in (bool, bool | None)}
 
 
 def canonical(key: str) -> str:
@@ -87,27 +87,45 @@ def lay_over(config: AnyConfig, arguments: Sequence[str], *, program: str, about
         return tyro.cli(
             type(config),
             default=config,
-            args=_tyro_spelling(arguments, {name for name, kind in keys if kind is bool}),
+            args=_tyro_spelling(
+                arguments,
+                switches={name for name, kind in keys if kind is bool},
+                optional={name for name, kind in keys if kind == bool | None},
+            ),
             prog=program,
             description=about,
             config=(tyro.conf.SuppressFixed,),
         )
 
 
-def _tyro_spelling(arguments: Sequence[str], switches: set[str]) -> list[str]:
-    """Rewrite ``--data.shuffle false`` (or ``=false``) as tyro spells it: ``--data.no-shuffle``."""
+def _tyro_spelling(arguments: Sequence[str], switches: set[str], optional: set[str]) -> list[str]:
+    """Rewrite ``--data.shuffle false`` (or ``=false``) as tyro spells it: ``--data.no-shuffle``.
+
+    ``optional`` switches may also be None: ``--data.add-bos`` becomes ``--data.add-bos True``, as tyro wants them.
+    """
     parts: list[str] = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        if equals and dashed(option) in switches:
+        if equals and dashed(option) in switches | optional:
             parts += [option, value]
         else:
             parts.append(argument)
     found: list[str] = []
-    for part in parts:
-        after_switch = len(found) > 0 and dashed(found[-1]) in switches
-        if after_switch and part.lower() == "false":
+    for position, part in enumerate(parts):
+        option = dashed(part)
+        positive = option.replace(".no-", ".", 1)
+        before = dashed(found[-1]) if found else ""
+        following = parts[position + 1] if position + 1 < len(parts) else "--"
+        if before in switches and part.lower() == "true":
+            continue
+        if before in switches and part.lower() == "false":
             found[-1] = found[-1].replace(".", ".no-", 1)
-        elif not (after_switch and part.lower() == "true"):
+        elif before in optional and part.lower() in ("true", "false", "none"):
+            found.append(part.capitalize())
+        elif option in optional and following.startswith("--"):
+            found += [option, "True"]
+        elif option not in optional and positive in optional:
+            found += [positive, "False"]
+        else:
             found.append(part)
     return found

@@ -442,8 +442,10 @@ class LossConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss per token, or add -beta log(pi/pi_ref) to the linearised reward: of the whole completion
     for grpo, of each token for ppo."""
-    kl_importance: bool = False
-    """Weight k3 in the loss by the ratio (TRL's use_bias_correction_kl): the gradient is exact off-policy too."""
+    kl_importance: bool | None = None
+    """Weight k3 in the loss by the ratio (TRL's use_bias_correction_kl): with loss.level = "token" its expected
+    gradient is then that of KL(policy || reference) at each token. false: k3 as papers print it, whose gradient is that
+    of KL(reference || policy). None: true for k3 in the loss."""
     target_kl: float | None = bounded(None, gt=0)
     """Adapt beta to keep the KL per token near this value. None: beta is constant."""
     scale: Literal["none", "group", "batch"] = "none"
@@ -456,6 +458,13 @@ class LossConfig:
     """Online only: weight w of the likelihood of the best of offline.n reference samples, 1 - w of the loss. With the
     transform "vbon:N:bound" this is the Jeffreys divergence to best-of-N (BOND, where w = 0.5)."""
 
+    @property
+    def weights_kl(self) -> bool:
+        """Whether the KL in the loss is weighted by the ratio: kl_importance, or what it is by default."""
+        if self.kl_importance is None:
+            return self.kl == "k3" and self.kl_in == "loss"
+        return self.kl_importance
+
     def settings(self, beta: float) -> PolicyLossSettings:
         """Return the settings of the policy's loss with a KL weight of ``beta``."""
         from nlgrpo.kernels.reference import PolicyLossSettings  # PyTorch
@@ -465,7 +474,7 @@ class LossConfig:
             eps_high=self.eps_high,
             dual_clip=self.dual_clip,
             beta=beta if self.kl_in == "loss" else 0.0,
-            kl="k3_iw" if self.kl_importance else self.kl,
+            kl="k3_iw" if self.weights_kl else self.kl,
             surrogate=self.surrogate,
         )
 
@@ -572,6 +581,9 @@ class TrainConfig(LoopConfig):
     """Steps between tables of sampled completions. 0: never."""
     push: str = free("")
     """Repository on the Hugging Face Hub, USER/NAME, that gets the model, its card and the report at the end."""
+    keep_best: str = free("")
+    """Metric of the evaluations whose best policy is also exported, to RUN/best: "objective/NAME", "SET/reward", ..
+    "min:" before it: the smallest. Empty: only the last policy is exported."""
     max_empty_steps: int = free(20, ge=0, note="0: never")
     """Steps in a row without a reward for any completion, because all abstained or failed, that end the run with an
     error. 0: never."""
@@ -609,6 +621,26 @@ class EvaluationConfig:
     """n, completions per prompt."""
     ns: tuple[int, ...] = free((1, 4))
     """Values of N for the printed best-of-N. 1 is the mean."""
+    every: int = free(0, ge=0, note="0: only before and after training")
+    """Steps between evaluations during training, whose samples stay the same. 0: only before and after training."""
+    procedures: tuple[str, ...] = free(("bon",))
+    """What is measured beside the objectives: "bon", "wor" (for every N of `ns`), "soft:0.1", "maj:4", ..., as
+    `nlgrpo evaluate --procedures`. Each has a win rate against the initial policy."""
+    gold: tuple[str, ...] = free(())
+    """Names of rewards that judge the responses that the other rewards choose: best-of-N by a chooser."""
+    patience: int = free(0, ge=0, note="0: never")
+    """Evaluations in a row without a better value of train.keep_best that end the run. 0: never."""
+    sets: Table = field(default_factory=dict, metadata={FREE: True})
+    """Further evaluation sets by name, such as [evaluation.sets.greedy] with top_k = 1 and samples = 1. A set has the
+    keys of this section but `every` and `patience`, those of [rollout] for sampling, and with a `source` those of
+    [data]; without one, it has the evaluation prompts. `rewards`: names of those that score it, by default all. Prompts
+    that are also trained on are an error, unless `shared = true`."""
+
+    def ns_fault(self, where: str = "evaluation") -> str:
+        """What is wrong with `ns`; empty if nothing is."""
+        if self.ns and all(1 <= n <= self.samples for n in self.ns):
+            return ""
+        return f"{where}.ns = {self.ns!r}: allowed is between 1 and {where}.samples = {self.samples}"
 
 
 @dataclass

@@ -215,12 +215,15 @@ def _evaluation_faults(config: Config, world: int) -> list[str]:
             f"evaluation.prompts = {evaluation.prompts}: allowed is 0 (no evaluation) or >= {world}, one prompt per "
             "rank"
         )
-    if not evaluation.ns or not all(1 <= n <= evaluation.samples for n in evaluation.ns):
-        allowed = f"between 1 and evaluation.samples = {evaluation.samples}"
-        faults.append(f"evaluation.ns = {evaluation.ns!r}: allowed is {allowed}")
+    if fault := evaluation.ns_fault():
+        faults.append(fault)
     votes = any(registry.is_voted(reward.objective) for reward in config.rewards.values())
     if votes and max(evaluation.ns, default=0) > MOST_VOTES:
         faults.append(f"evaluation.ns: at most {MOST_VOTES} with the objective maj:N")
+    if evaluation.every or evaluation.patience or evaluation.gold or evaluation.sets or config.train.keep_best:
+        from nlgrpo.config import evaluation_sets
+
+        faults += evaluation_sets.faults(config)
     return faults
 
 

@@ -49,11 +49,12 @@ class Objective(ABC):
         which gives M/(M-1) times "mean" and has no such bias. "none" subtracts nothing. Unbiased estimators have an
         unbiased baseline of their own, which "mean" and "loo" both use.
 
-        Raises ValueError as `linearize`, and for another ``baseline``.
+        Raises ValueError as `linearize`, for another ``baseline``, and for infinite rewards with infinite advantages.
         """
+        checked, _ = self._checked(rewards, None)
         if baseline == "none":
-            return self._uncentred(self._checked(rewards, None)[0], None)
-        return subtract_baseline(self.linearize(rewards), baseline)
+            return self._with_finite_terms(self._uncentred(checked, None), checked)
+        return self._with_finite_terms(subtract_baseline(self._linearize(checked, None), baseline), checked)
 
     def reweighted_advantage(self, rewards: Tensor, weights: Tensor, baseline: Baseline = "mean") -> Tensor:
         """Return the `advantage` (P, M) at pi of samples of another policy q, given their importance weights.
@@ -64,9 +65,10 @@ class Objective(ABC):
         distribution, w_j / sum_l w_l. An estimate over subsets weights each subset by the product of its weights, and
         remains unbiased for weights that are not cut. With weights of 1 the result is that of `advantage`.
 
-        Raises ValueError as `advantage`, and for weights that are not (P, M), finite and >= 0.
+        Raises ValueError as `advantage`, for any infinite reward, and for weights that are not (P, M), finite and >= 0.
         """
         rewards, weights = self._with_weights(rewards, weights)
+        self._with_finite_terms(rewards, rewards)  # also best-of-N needs finite ones here
         subsets = self._subsets(rewards)
         if subsets is not None:
             estimate = reweighted.uncentred if baseline == "none" else reweighted.advantages
@@ -139,6 +141,12 @@ class Objective(ABC):
         if probs is None:
             return rewards, None
         return rewards, masses(probs, rewards)
+
+    def _with_finite_terms(self, terms: Tensor, rewards: Tensor) -> Tensor:
+        """Return ``terms``. Raises ValueError if infinite rewards leave some of them infinite or NaN."""
+        if not terms.isfinite().all() and rewards.isinf().any():
+            raise ValueError(f"reward of {first(rewards.isinf())} is infinite; advantages of {self} need finite ones.")
+        return terms
 
     def __str__(self) -> str:
         return self.name

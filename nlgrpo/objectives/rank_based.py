@@ -168,8 +168,8 @@ class OfN(RankBased):
             return super().advantage(rewards, baseline)
         linear = self.linearize(rewards)
         if self.n == M:
-            return self._of_all(rewards.detach().to(linear))
-        return centre_subsets(linear, self.n)
+            return self._with_finite_terms(self._of_all(rewards.detach().to(linear)), rewards)
+        return self._with_finite_terms(centre_subsets(linear, self.n), rewards)
 
     def _value(self, rewards: Tensor, probs: Tensor | None) -> Tensor:
         if self.estimator == "plugin" or probs is not None:

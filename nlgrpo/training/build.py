@@ -26,6 +26,7 @@ from nlgrpo.training.global_batch import JointObjective
 
 if TYPE_CHECKING:
     from nlgrpo.engine.rollouts.collect import Provenance
+    from nlgrpo.training.evaluation_sets import EvaluationSet
     from nlgrpo.training.offline import OfflineSamples
     from nlgrpo.training.reference_rewards import ReferenceRewards
 
@@ -46,6 +47,8 @@ class Setup:
     prompts: Prompts
     held_out: PromptSet
     """Prompts of the evaluation."""
+    evaluation_sets: dict[str, EvaluationSet]
+    """What is evaluated, by name; the main set is "". Empty: nothing."""
     sampler: Sampler
     objective: JointObjective
     references: ReferenceRewards | None
@@ -55,7 +58,7 @@ class Setup:
 
     @property
     def longest(self) -> int:
-        """Largest number of tokens of a prompt with its completion."""
+        """Largest number of tokens of a prompt with its completion, without the sets of [evaluation.sets]."""
         environment = self.config.environment
         if environment.id:
             return min(self.shape.context, environment.max_tokens or self.shape.context)
@@ -83,6 +86,11 @@ def build_setup(cfg: Config, ranks: Ranks) -> Setup:
     sampler = Sampler(
         tokenizer, sampling, cfg.rollout.samples, cfg.rollout.max_rows, cfg.train.seed, rewards, environment
     )
+    sets: dict[str, EvaluationSet] = {}
+    if cfg.evaluation.prompts or cfg.evaluation.sets:
+        from nlgrpo.training.evaluation_sets import evaluation_sets
+
+        sets = evaluation_sets(cfg, source, shape, prompts, held_out, sampler, ranks.world)
     weights = {name: reward.weight for name, reward in cfg.rewards.items()}
     objective = JointObjective(
         objectives=objectives,
@@ -124,6 +132,7 @@ def build_setup(cfg: Config, ranks: Ranks) -> Setup:
         adapter=adapter,
         prompts=prompts if samples is None else samples.prompts,
         held_out=held_out,
+        evaluation_sets=sets,
         sampler=sampler,
         objective=objective,
         references=references,

@@ -215,33 +215,6 @@ def _procedure(pick: str, n: int) -> str:
     return f"each of {n}" if pick == "each" else f"{pick}-of-{n}"
 
 
-def metrics(sampled: EvaluationSamples, ns: Sequence[int] = (1, 4)) -> dict[str, float]:
-    """Numbers of `summarize`, without intervals, and lengths, as trackers get them.
-
-    TRL's names where it has them: eval_reward (the weighted sum), eval_rewards/NAME/mean, eval_completions/mean_length.
-    Beside them are the procedures: eval_reward_best-of-4, eval_rewards/NAME/best-of-4. NaN without any scored prompt.
-    A number that is not over all prompts and samples has METRIC/prompts and METRIC/samples beside it.
-    """
-    rows = summarize(sampled, ns)
-    if len(sampled.rewards) == 1:
-        weight = sampled.weights[rows[0].reward]
-        rows += [replace(row, reward=WEIGHTED_SUM, value=weight * row.value) for row in rows]
-    found = {}
-    for row in rows:
-        of_n = row.procedure.replace(" ", "-")
-        total = "eval_reward" if of_n == "mean" else f"eval_reward_{of_n}"
-        name = total if row.reward == WEIGHTED_SUM else f"eval_rewards/{row.reward}/{of_n}"
-        found[name] = row.value
-        if row.coverage.lines:
-            found[f"{name}/prompts"] = float(row.coverage.prompts)
-            found[f"{name}/samples"] = float(row.coverage.samples)
-    lengths = sampled.lengths.double()
-    found["eval_completions/mean_length"] = lengths.mean().item()
-    found["eval_completions/min_length"] = lengths.min().item()
-    found["eval_completions/max_length"] = lengths.max().item()
-    return found
-
-
 def _pick(objective: str) -> str:
     if is_voted(objective):
         return "majority"

@@ -106,7 +106,7 @@ def policy_engine(setup: Setup, model: Decoder, stopping: Callable[[], bool] = l
         ranks=setup.ranks,
         compute=setup.compute,
         options=cfg.vllm,
-        context=setup.longest,
+        context=max([setup.longest, *(one.longest for name, one in setup.evaluation_sets.items() if name)]),
         max_rows=cfg.rollout.max_rows or ROWS,
         adapter=setup.adapter,
         folder=folder,
@@ -120,8 +120,8 @@ def policy_engine(setup: Setup, model: Decoder, stopping: Callable[[], bool] = l
         engine.close()
 
 
-def export(setup: Setup, model: Decoder, base_digest: str) -> Path:
-    """Write the policy as a Hugging Face directory, in the compute dtype; collective, complete on return.
+def export(setup: Setup, model: Decoder, base_digest: str, run: Path) -> Path:
+    """Write the policy as a Hugging Face directory, RUN/model, in the compute dtype; collective, complete on return.
 
     Model and adapter have what training assumed: tokenizer, stop ids, sampling and prompts (`AsTrained`).
     ``base_digest``: digest of the weights that training started from, needed on the first rank.
@@ -129,7 +129,6 @@ def export(setup: Setup, model: Decoder, base_digest: str) -> Path:
     from nlgrpo.engine.as_trained import AsTrained
     from nlgrpo.model import adapters
 
-    run = setup.config.run
     ranks = setup.ranks
     check_finite(model, ranks, TOO_LARGE)
     assumed = AsTrained.of(setup.config, setup.sampler.sampling)
@@ -194,6 +193,7 @@ def inputs(setup: Setup) -> RunInputs:
         setup.tokenizer,
         setup.prompts,
         setup.held_out,
+        {name: one.prompts for name, one in setup.evaluation_sets.items() if name},
         scorers(cfg.rewards, setup.objective.objectives, setup.sampler.rewards),
         setup.sampler.sampling.stop_ids,
     )

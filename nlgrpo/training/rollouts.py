@@ -19,6 +19,7 @@ from nlgrpo.engine.rollouts.sampler import Sampler
 from nlgrpo.errors import UserCodeError, UserError
 from nlgrpo.rewards.reward_functions import Scores
 from nlgrpo.runtime.seeding import random_state, set_random_state
+from nlgrpo.runtime.supervision.phases import phase
 from nlgrpo.runtime.supervision.threads import in_thread
 from nlgrpo.training.build import Setup
 from nlgrpo.training.learner import Learner
@@ -120,6 +121,13 @@ class Rollouts:
             self.waiting.extend(self._request(later) for later in range(step + len(self.waiting) + 1, last + 1))
         self.engine.sleep()
         return drawn
+
+    def settle(self) -> None:
+        """Wait until what was requested ahead is sampled and scored, so that the engine and the rewards are free."""
+        with phase("generate"):
+            wait(self.waiting)
+        with phase("rewards"):
+            wait([] if self.scored is None else [self.scored])
 
     def _drawn(self, waiting: Future[Drawn]) -> Drawn:
         drawn = waiting.result()

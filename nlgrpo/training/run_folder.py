@@ -41,6 +41,9 @@ def written() -> tuple[str, ...]:
         "paused-servers",
         *run_files.LOGGED,
         run_inputs.EVALUATION_FILE,
+        "evaluation",
+        "best",
+        "best.unfinished",
         run_inputs.INPUTS_FILE,
         run_files.REPORT_FILE,
         cpu_threads.THREADS_FILE,
@@ -189,8 +192,12 @@ def _compare(folder: Path, inputs: Callable[[], RunInputs], allowed: Sequence[st
             "not known; they are recorded now"
         )
     results = folder / current.results
-    if results.is_file() and any(one.kind != "model" for one in changed.values()):
+    of_sets = [name for name in changed if name.startswith("evaluation.sets.")]
+    for name in of_sets:
+        atomic_files.remove(folder / "evaluation" / f"{name.removeprefix('evaluation.sets.')}.digest")
+    if results.is_file() and any(changed[name].kind != "model" for name in changed.keys() - set(of_sets)):
         results.unlink()
+        atomic_files.remove(folder / "evaluation")
         notes.append(f"the evaluation before training ({results.name}) is repeated, with what has changed")
     for note in notes:
         print(f"note: {note}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 claim the folder                  it holds this run, or nothing yet
 evaluate                          once: a run that resumes finds the result in its folder
 restore                           the newest checkpoint
-for each step: step, save         `Trainer.train`
+for each step: evaluate, step, save       `Trainer.train`
 export, evaluate, report          `Trainer.finish`
 """
 
@@ -110,10 +110,6 @@ class Trainer(ABC):
         """Evaluate before training, or load that evaluation from the run's folder. Collective."""
 
     @abstractmethod
-    def export(self) -> Path:
-        """Write the trained model as a Hugging Face directory; collective, complete on return."""
-
-    @abstractmethod
     def finish(self, before: Any, log: MetricsLogger) -> None:
         """Export and evaluate after the last step. ``before``: of `evaluate_before`. Collective."""
 
@@ -124,6 +120,10 @@ class Trainer(ABC):
 
     def begin(self, before: Any, log: MetricsLogger) -> None:  # noqa: B027 - not every run has something to prepare
         """Prepare for the steps that follow, at the start, when the run resumes, and after a rollback."""
+
+    def evaluate_during(self, log: MetricsLogger) -> bool | None:
+        """Evaluate before a step if it is time to; collective. Returns whether the run then ends; None: it was not."""
+        return None
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restore the newest checkpoint from before a divergence; collective. Raises ``diverged`` if it must not."""
@@ -184,6 +184,10 @@ class Trainer(ABC):
         train = self.config.train
         with StepProfiler(steps_of(train.profile), self.folder, self.ranks.rank) as profiler:
             for step in range(self.progress.step, self.steps):
+                ends = self.evaluate_during(log)  # after the checkpoint, so that a kill in it costs no step
+                if ends is not None and (ends or self.ranks.any(stop.received)):
+                    self.save()
+                    return ends
                 profiler.begin(step)
                 self.step(log)
                 host_memory.release()  # the activations

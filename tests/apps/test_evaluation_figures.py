@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from nlgrpo.apps.evaluate.results import Entry
 from nlgrpo.apps.report import evaluation_figures, figures
 from nlgrpo.apps.report.configurations import Place
 from nlgrpo.apps.report.evaluation_figures import Table
+from nlgrpo.training.evaluation_entries import Entry
 from nlgrpo.training.evaluation_summary import Estimate
 
 MODELS = {"reference": 0.0, "x": 1.0, "y": 2.0}

@@ -143,7 +143,7 @@ def test_yaml(tmp_path):
     found = tomllib.loads(converted.toml())
     assert found["model"] == {"path": "models/llama", "activation_checkpointing": True}
     assert found["rollout"] == {"prompts": 4, "max_new_tokens": 64}  # 8 x 4 completions, 8 per prompt
-    assert found["loss"] == {"beta": 0.0, "scale": "group", "kl_importance": True}
+    assert found["loss"] == {"beta": 0.0, "scale": "group"}
     assert found["optim"] == {"schedule": "linear", "lr": 1e-5}
     assert found["train"] == {"steps": 200, "out": "out", "seed": 42, "checkpoint_every": 500, "keep_every": 500,
                               "track": ["wandb"], "project": "huggingface"}  # fmt: skip
@@ -162,7 +162,7 @@ def test_a_script(tmp_path):
         "train_dataset = data is not a literal load_dataset(..) and was not read",
     ]
     found = keys(options)
-    assert found["loss"] == {"beta": 0.04, "normalization": "dr_grpo", "scale": "group", "kl_importance": True}
+    assert found["loss"] == {"beta": 0.04, "normalization": "dr_grpo", "scale": "group"}
     assert found["rollout"] == {"prompts": 2, "samples": 4, "max_new_tokens": 512}
     assert found["lora"] == {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj", "v_proj"]}
     assert found["rewards"] == {"polite": {"function": "rewards.py:polite", "objective": "mean"}}
@@ -175,7 +175,7 @@ def test_a_command_line(tmp_path):
     converted = convert(options)
     found = tomllib.loads(converted.toml())
     assert found["rollout"]["prompts"] == 8  # 16 completions on each of 4 processes, 8 per prompt
-    assert found["loss"] == {"beta": 0.1, "kl_importance": True}
+    assert found["loss"] == {"beta": 0.1}
     assert list(found["rewards"]) == ["math", "think_format_reward"]
     assert converted.missing == []
     assert found["data"] == {"shuffle": False}
@@ -336,7 +336,7 @@ def test_arguments_of_the_trainer_that_are_not_carried_over_are_named(tmp_path):
     text = """
 from trl import GRPOConfig, GRPOTrainer
 from things import Env, search, short, stop_early
-args = GRPOConfig(max_steps=10, optim="adafactor", num_generations=4, per_device_train_batch_size=4, eval_steps=5)
+args = GRPOConfig(max_steps=10, optim="adafactor", num_generations=4, per_device_train_batch_size=4, eval_delay=5)
 trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B", [short], args, tools=[search], environment_factory=Env,
                       callbacks=[stop_early], processing_class=None)
 """
@@ -345,7 +345,7 @@ trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B", [short], args, tools=[search], enviro
     assert found["rewards"] == {"short": {"function": "things:short", "objective": "mean"}}
     assert found["train"]["steps"] == 10
     for said in ("tools = [search]", "environment_factory = Env", "callbacks = [stop_early]", "optim = 'adafactor'",
-                 "eval_steps = 5"):  # fmt: skip
+                 "eval_delay = 5"):  # fmt: skip
         assert f"# Not carried over: {said}: " in comments
     assert "processing_class" not in comments
 
@@ -506,8 +506,44 @@ def test_evaluation_is_that_of_trl():
     found = keys({"dataset_name": "org/set", "dataset_config": "main", "eval_strategy": "steps",
                   "num_generations_eval": 2})  # fmt: skip
     assert found["data"] == {"source": "org/set:main", "evaluation": "org/set:main", "evaluation_split": "test"}
-    assert found["evaluation"] == {"samples": 2, "ns": [1]}
+    assert found["evaluation"] == {"samples": 2, "ns": [1], "every": 10}  # TRL's default: logging_steps
     assert keys({"eval_strategy": False})["evaluation"] == {"prompts": 0}  # YAML reads `no` so
+
+
+def test_the_kl_without_the_ratio_is_carried_over():
+    assert "kl_importance" not in keys({"beta": 0.1}).get("loss", {})
+    assert keys({"beta": 0.1, "use_bias_correction_kl": False})["loss"]["kl_importance"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "every", "keep_best"),
+    [
+        ({"eval_steps": 20}, 20, None),
+        ({"eval_steps": 20, "num_iterations": 2}, 10, None),
+        ({"eval_steps": 0.1, "max_steps": 200}, 20, None),
+        ({"logging_steps": 5}, 5, None),
+        ({"eval_steps": 20, "load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}, 20, "reward"),
+        ({"eval_steps": 20, "load_best_model_at_end": True, "metric_for_best_model": "completions/mean_length",
+          "greater_is_better": False}, 20, "min:completions/mean_length"),
+        ({"eval_steps": 20, "metric_for_best_model": "reward"}, 20, None),
+    ],
+)  # fmt: skip
+def test_evaluation_during_training(options, every, keep_best):
+    found = keys({"eval_strategy": "steps"} | options)
+    assert found["evaluation"]["every"] == every
+    assert found.get("train", {}).get("keep_best") == keep_best
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"eval_strategy": "epoch"}, "eval_strategy = 'epoch'"),
+        ({"eval_strategy": "steps", "load_best_model_at_end": True}, "metric_for_best_model = 'loss'"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end = True"),
+    ],
+)
+def test_evaluation_options_that_are_not_carried_over(options, said):
+    assert f"# Not carried over: {said}: " in convert(options).toml()
 
 
 def test_evaluation_data_of_a_script(tmp_path):

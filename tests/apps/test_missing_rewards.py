@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.evaluations import metrics_of
 
 from nlgrpo.apps.evaluate import results
-from nlgrpo.apps.evaluate.results import entries
 from nlgrpo.apps.report import compare as comparison
 from nlgrpo.apps.report import evaluation_figures, figures, hub, report, run_loader
 from nlgrpo.apps.rollout import tables as rollout_tables
@@ -21,11 +21,11 @@ from nlgrpo.config.recipes import recipe
 from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples, left_out, write_evaluation
 from nlgrpo.estimators import best_of_n, bootstrap, over_present, paired_test, procedure_value, procedure_win_rate
 from nlgrpo.objectives.registry import parse
+from nlgrpo.training.evaluation_entries import entries
 from nlgrpo.training.evaluation_summary import (
     before_after_table,
     changes,
     format_change,
-    metrics,
     summarize,
     weighted_best_of_n,
     what_changed,
@@ -118,10 +118,10 @@ def test_one_missing_grade_does_not_drop_its_prompt():
         assert row.coverage == Coverage(20, 20, 150, 160)
     text = shown(before_after_table(sampled, sampled))
     assert "150 of 160 samples" in text
-    assert metrics(sampled, (1,)) | {"eval_reward/samples": 150.0} == metrics(sampled, (1,))
+    assert metrics_of(sampled, (1,)) | {"eval_reward/samples": 150.0} == metrics_of(sampled, (1,))
     whole = samples_of({"judge": np.ones((20, 8))})
     assert " of 20 prompts" not in shown(before_after_table(whole, whole))
-    assert not [name for name in metrics(whole, (1,)) if name.endswith(("/samples", "/prompts"))]
+    assert not [name for name in metrics_of(whole, (1,)) if name.endswith(("/samples", "/prompts"))]
 
 
 def test_prompts_with_too_few_samples_have_no_best_of_n():
@@ -214,7 +214,7 @@ def test_the_weighted_sum_is_over_the_rewards_that_apply_to_a_prompt():
     assert rows["code", "mean"].coverage.lines == ["2 of 4 prompts", "6 of 12 samples"]
     lines = rows["weighted sum", "mean"].coverage.lines
     assert lines == ["4 of 4 prompts", "12 of 12 samples", "code: 2 prompts", "math: 2 prompts"]
-    assert metrics(tasks(), (1,))["eval_reward"] == pytest.approx(6.75)
+    assert metrics_of(tasks(), (1,))["eval_reward"] == pytest.approx(6.75)
 
 
 def test_a_reward_with_too_few_samples_is_no_part_of_a_sum_that_lacks_it():

@@ -40,10 +40,7 @@ def test_recipes_have_no_notes():
         ({"epochs": 2, "surrogate": "cispo"}, "and capping the ratios biases"),
         ({"epochs": 2, "surrogate": "reinforce"}, "and no importance weight corrects for it"),
         ({"kl": "k1"}, "loss.kl = 'k1' in the loss has a gradient of 0"),
-        (
-            {"algorithm": "ppo"},
-            "critic.whiten divides the advantages by their standard deviation, but not the KL in the loss",
-        ),
+        ({"algorithm": "ppo", "kl_in": "reward"}, "critic.whiten subtracts the mean of all tokens' advantages"),
         ({"algorithm": "dpo"}, "loss.beta = 0.0001: dpo then pushes for margins of about 1/beta nats"),
         ({"algorithm": "ipo", "beta": 0.1, "kl_in": "reward"}, "loss.kl_in = 'reward': ignored by ipo"),
         ({"transform": "vbon:4"}, "vbon:4 gives the KL the reward's weight; set loss.beta = 1, constant"),
@@ -70,7 +67,9 @@ def test_recipes_have_no_notes():
             {"rollout": RolloutConfig(top_k=5), "algorithm": "dpo", "beta": 0.1},
             "rollout.top_k = 5: samples come from the truncated policy",
         ),
-        ({"objective": "wor:16"}, "rewards.r: wor:16 with 8 samples is a plug-in estimate"),
+        ({"kl_importance": False}, "k3 without the ratio has the gradient of KL(reference || policy)"),
+        ({"level": "sequence"}, "weights k3 by the ratio of the whole completion"),
+        ({"rollout": RolloutConfig(top_k=5), "correction": "mis:0.5:2"}, "cannot weight tokens that are never sampled"),
     ],
 )
 def test_one_setting_one_line(settings, line):
@@ -87,11 +86,12 @@ def test_one_setting_one_line(settings, line):
         {"aggregate": "min", "aggregate_memory": 0.9},
         {"objective": "bon:8:unbiased"},
         {"objective": "bon:8"},
-        {"algorithm": "ppo", "kl_in": "reward"},
+        {"objective": "wor:16"},  # its bias is in the row "estimators"
+        {"kl_importance": False, "beta": 0.0},
+        {"level": "sequence", "kl": "k2"},
         {"algorithm": "ipo", "beta": 0.1},
         {"transform": "vbon:4", "beta": 1.0, "kl_in": "reward"},
         {"transform": "bon_fp:4"},
-        {"rollout": RolloutConfig(top_k=5, top_p=0.9, min_p=0.1), "correction": "mis:0.5:2"},
         {"rollout": RolloutConfig(engine="vllm", ahead=2), "compute": torch.bfloat16, "correction": "tis:2"},
         {"rollout": RolloutConfig(engine="vllm")},
         {"rollout": RolloutConfig(), "compute": torch.bfloat16},

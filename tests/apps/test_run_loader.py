@@ -8,10 +8,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nlgrpo.apps.evaluate import results as evaluation_results
 from nlgrpo.apps.report import configurations, run_loader
 from nlgrpo.apps.sweep import state as sweep_state
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, write_evaluation
+from nlgrpo.training.evaluation_entries import entries
 
 
 def sampled(seed=0, prompts=4, n=5, names=("a", "b"), objective="bon:4", weights=(0.5, 0.5)):
@@ -36,7 +36,7 @@ def make_run(folder, before=0, after=1, config=None, kl=0.25, **options):
 def make_evaluation(folder, models=("one", "two"), results=True, samples=True, **options):
     folder.mkdir(parents=True)
     found = {name: sampled(seed, **options) for seed, name in enumerate(["reference", *models], start=10)}
-    rows = evaluation_results.entries(found, ["mean", "bon:2", "wor:2"], ["b"])
+    rows = entries(found, ["mean", "bon:2", "wor:2"], ["b"])
     if results:
         content = {"nlgrpo": "0.1", "torch": "2", "config": {"x": 1}, "results": [asdict(row) for row in rows]}
         text = json.dumps(content).replace("NaN", "null")
@@ -98,7 +98,7 @@ def test_runs_with_the_same_name_are_labelled_by_folder(tmp_path):
 
 def test_rows_of_an_evaluation_are_unchanged(tmp_path):
     found = run_loader.read_runs([make_evaluation(tmp_path / "ev")])
-    rows = evaluation_results.entries(
+    rows = entries(
         {name: sampled(seed) for seed, name in enumerate(("reference", "one", "two"), start=10)},
         ["mean", "bon:2", "wor:2"],
         ["b"],

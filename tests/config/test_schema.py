@@ -522,10 +522,14 @@ def test_numbers_lists_and_none(dash):
 @pytest.mark.parametrize(
     ("arguments", "shuffle", "importance", "restart"),
     [
-        ([], True, False, False),
+        ([], True, None, False),
         (["--train.restart", "--data.no-shuffle", "--loss.kl_importance"], False, True, True),
+        (["--loss.kl-importance", "--train.restart", "--data.no-shuffle"], False, True, True),
+        (["--loss.no-kl-importance", "--data.shuffle", "true"], True, False, False),
+        (["--loss.kl_importance", "false", "--train.restart"], True, False, True),
+        (["--loss.kl-importance=none", "--train.restart=false"], True, None, False),
         (["--data.shuffle", "False", "--loss.kl_importance=true", "--train.restart", "true"], False, True, True),
-        (["--data.shuffle=false", "--train.restart", "--optim.lr", "0.5"], False, False, True),
+        (["--data.shuffle=false", "--train.restart", "--optim.lr", "0.5"], False, None, True),
     ],
 )
 def test_switches(arguments, shuffle, importance, restart):

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from rich.console import Console
+from support.evaluations import metrics_of
 from support.truths import normal, voted
 
 from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, read_evaluation, write_evaluation
@@ -27,7 +28,7 @@ from nlgrpo.estimators import (
     worst_of_n,
 )
 from nlgrpo.objectives.registry import parse
-from nlgrpo.training.evaluation_summary import before_after_table, metrics, summarize, weighted_best_of_n
+from nlgrpo.training.evaluation_summary import before_after_table, summarize, weighted_best_of_n
 
 
 def group(prompts, n, seed=0, ties=False):
@@ -393,16 +394,21 @@ def test_metrics_of_an_evaluation_have_the_weighted_sum_also_of_one_reward():
     one = EvaluationSamples(
         {"judge": rewards}, torch.tensor([[1, 2], [3, 6]]), {"judge": "wor:2"}, {"judge": 0.5}, max_length=6
     )
-    assert metrics(one, (1, 2)) == {
+    found = metrics_of(one, (1, 2))
+    low, high = found["eval_rewards/judge/mean/low"], found["eval_rewards/judge/mean/high"]
+    assert low < 2.75 < high
+    assert (found["eval_reward/low"], found["eval_reward/high"]) == (low / 2, high / 2)
+    assert {name: x for name, x in found.items() if not name.endswith(("/low", "/high"))} == {
         "eval_rewards/judge/mean": 2.75, "eval_rewards/judge/worst-of-2": 1.5,
         "eval_reward": 1.375, "eval_reward_worst-of-2": 0.75,
+        "eval_objective/judge": 1.5, "eval_objective/aggregate": 0.75,
         "eval_completions/mean_length": 3.0, "eval_completions/min_length": 1.0, "eval_completions/max_length": 6.0,
     }  # fmt: skip
     two = EvaluationSamples(
         {"judge": rewards, "short": -rewards}, one.lengths, {"judge": "wor:2", "short": "bon:2"},
         {"judge": 0.5, "short": 1.0}, max_length=6,
     )  # fmt: skip
-    found = metrics(two, (1, 2))
+    found = metrics_of(two, (1, 2))
     assert found["eval_reward"] == pytest.approx(-1.375)
     assert found["eval_reward_each-of-2"] == pytest.approx(0.5 * 1.5 - 1.5)
 

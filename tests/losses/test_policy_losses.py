@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nlgrpo import kernels
+from nlgrpo.config.schema import LossConfig
 from nlgrpo.kernels.reference import PolicyLossSettings
 from nlgrpo.losses import policy
 from nlgrpo.losses.policy import sequence_log_ratio, token_weights
@@ -296,3 +297,47 @@ def test_every_combination_is_finite_for_wild_ratios():
         assert loss.isfinite()
         assert gradient.isfinite().all()
         assert all(x.isfinite() for x in stats.values())
+
+
+def gradients_of_the_kl(config, *, off_policy):
+    """Expected gradient of the KL in the loss, and that of KL(pi || ref) at each token; over all responses of 2 tokens.
+
+    The response is sampled by ``old``, which is the policy itself unless ``off_policy``. Each prefix has logits of its
+    own: 3 for the first token, and 3 after each of them.
+    """
+    generator = torch.Generator().manual_seed(3)
+    logits, shift, ref = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    logprob = logits.log_softmax(-1)
+    old = (logits.detach() + 0.5 * off_policy * shift).log_softmax(-1)
+    ref = ref.log_softmax(-1)
+    responses = list(itertools.product(range(3), repeat=2))
+    places = torch.tensor([place for a, b in responses for place in ((0, a), (1 + a, b))])
+    taken = [table[places[:, 0], places[:, 1]] for table in (logprob, old, ref)]
+    drawn = taken[1].view(-1, 2).sum(-1).exp()  # probability of each response
+    loss, _ = policy.packed_loss(
+        taken[0], taken[1], torch.zeros(9), torch.arange(9).repeat_interleave(2), drawn, level=config.level,
+        ref_logprob=taken[2], settings=config.settings(1.0),
+    )  # fmt: skip
+    (ours,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    divergence = (logprob.exp() * (logprob - ref)).sum(-1)
+    visits = torch.cat([torch.ones(1, dtype=torch.float64), old[0].exp()])
+    (truth,) = torch.autograd.grad((visits * divergence).sum(), logits)
+    return ours.flatten(), truth.flatten()
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_the_default_kl_has_the_gradient_of_the_divergence_at_each_token(off_policy):
+    ours, truth = gradients_of_the_kl(LossConfig(beta=1.0), off_policy=off_policy)
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", [{"kl_importance": False}, {"level": "sequence"}])
+def test_other_forms_of_k3_have_another_gradient(change):
+    ours, truth = gradients_of_the_kl(LossConfig(beta=1.0, **change), off_policy=False)
+    assert (ours - truth).norm() > 0.05 * truth.norm()
+
+
+def test_k2_has_the_gradient_of_the_divergence_on_policy_at_any_level():
+    ours, truth = gradients_of_the_kl(LossConfig(beta=1.0, kl="k2", level="sequence"), off_policy=False)
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)

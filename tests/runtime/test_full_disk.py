@@ -35,7 +35,7 @@ FULL = {
     ("train", "manifest"): ("nlgrpo.runtime.checkpoint.folders:write_manifest", 3, 100, "checkpoints"),
     ("train", "weights"): ("nlgrpo.model.safetensors_writer:_write_tensor", 3, 8000, "model"),
     ("train", "tokenizer"): ("transformers:PreTrainedTokenizerFast.save_pretrained", 1, 300, "model"),
-    ("train", "last evaluation"): ("nlgrpo.engine.rollouts.evaluation_samples:write_evaluation", 2, 100, ""),
+    ("train", "last evaluation"): ("nlgrpo.engine.rollouts.evaluation_samples:write_samples", 2, 100, ""),
     ("reward-model", "tensors"): ("torch.distributed.checkpoint:save", 2, 30_000, "checkpoints"),
     ("reward-model", "weights"): ("nlgrpo.model.safetensors_writer:_write_tensor", 3, 8000, "model"),
     ("evaluate", "completions"): ("nlgrpo.engine.rollouts.store:Store.write", 2, 100, "samples"),

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -121,21 +120,15 @@ def test_an_evaluation_shows_the_completions_of_all_ranks(world, shown, monkeypa
     setup = SimpleNamespace(
         config=Config(evaluation=EvaluationConfig(prompts=4, samples=3)),
         ranks=SimpleNamespace(first=True, world=world),
-        held_out=PromptList(),
-        sampler=Sampler(None, Sampling(), 2, None, 0, ()),
+        evaluation_sets={
+            "": SimpleNamespace(
+                name="",
+                batch=SimpleNamespace(ids=range(4)),
+                sampler=Sampler(None, Sampling(), 3, None, 0, ()),
+                left_out={},
+            )
+        },
         objective=SimpleNamespace(objectives={}, weights={}),
     )
-    evaluation.evaluate(setup, None, "before")
+    evaluation.evaluate(setup, None, "before training")
     assert seen == shown
-
-
-class PromptList(list):
-    """Four evaluation prompts."""
-
-    left_out: ClassVar = {}
-
-    def __init__(self):
-        super().__init__(range(4))
-
-    def take(self, first, count):
-        return self[first : first + count]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+from chaos import commands
+from support.helpers import Forked
 
+from nlgrpo import train
 from nlgrpo.training.tracking.run_files import read_jsonl
 
 
@@ -33,8 +37,17 @@ def arguments(work: Path, out: str | Path, rewards: dict[str, str] | None = None
         options[f"rewards.{name}.function"] = function if "(" in function else f"{work / 'rewards.py'}:{function}"
     parts = []
     for name, value in options.items():
-        parts += [f"--{name}"] if value is True else [] if value is False else [f"--{name}", str(value)]
+        if value is False:
+            continue
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        parts += [f"--{name}", *map(str, values)]
     return ["blank", *parts]
+
+
+def torchrun(ranks: int, options: list[str]) -> Forked:
+    """Train under torchrun, in processes forked from this one."""
+    launch = commands.on_ranks(lambda *_: train.main(options), ranks)
+    return Forked(partial(launch, work=None, out=None))
 
 
 def untimed(folder: Path, *names: str) -> list[dict]:

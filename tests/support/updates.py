@@ -101,7 +101,7 @@ def plain_loss(cfg, logp, old, ref, adv, divide):
             "k1": logp - ref,
             "k2": (logp - ref) ** 2 / 2,
             "k3": (ref - logp).exp() - (ref - logp) - 1,
-        }[cfg.kl] * (ratio if cfg.kl_importance else 1)
+        }[cfg.kl] * (ratio if cfg.weights_kl else 1)
         loss = loss + (cfg.beta * kl if cfg.kl_in == "loss" else 0)
     high, low = (counts > 1 + cfg.eps_high) & (adv > 0), (counts < 1 - cfg.eps_low) & (adv < 0)
     if cfg.surrogate != "ppo":
@@ -127,11 +127,11 @@ CASES = {
     "sequence": LossConfig(level="sequence", normalization="grpo", beta=0.3, eps_low=0.01, eps_high=0.02),
     "bnpo, k2": LossConfig(normalization="bnpo", beta=0.3, kl="k2"),
     "dr_grpo, k1": LossConfig(normalization="dr_grpo", beta=0.3, kl="k1"),
-    "weighted k3": LossConfig(normalization="grpo", beta=0.3, kl_importance=True),
+    "k3 without the ratio": LossConfig(normalization="grpo", beta=0.3, kl_importance=False),
     "kl in the reward": LossConfig(beta=0.3, kl_in="reward"),
     "no reference": LossConfig(beta=0.0, eps_low=0.05, eps_high=0.1),
     "cispo": LossConfig(surrogate="cispo", beta=0.3, eps_high=0.01),
-    "cispo, sequence": LossConfig(surrogate="cispo", level="sequence", beta=0.3, eps_high=0.005, kl_importance=True),
+    "cispo, sequence": LossConfig(surrogate="cispo", level="sequence", beta=0.3, eps_high=0.005),
     "reinforce": LossConfig(surrogate="reinforce", beta=0.3),
     "dual clip": LossConfig(beta=0.3, eps_low=0.01, eps_high=0.01, dual_clip=1.02),
     "dual clip, sequence": LossConfig(level="sequence", beta=0.3, eps_low=0.005, eps_high=0.005, dual_clip=1.01),

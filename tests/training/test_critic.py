@@ -104,7 +104,7 @@ def plain_ppo(policy, reference, trunk, head, rollout, gain, cfg: Config):
             near = before + (values - before).clip(-cfg.critic.clip, cfg.critic.clip)
             errors = torch.max((values - returns) ** 2, (near - returns) ** 2) / 2
             k3 = (ref - logp).exp() - (ref - logp) - 1
-            kl = BETA * k3 if cfg.loss.kl_in == "loss" else 0
+            kl = BETA * ratio * k3 if cfg.loss.kl_in == "loss" else 0
             total = total + (-gains + kl + cfg.critic.coef * errors).sum() / count
         optimizer.zero_grad()
         total.backward()

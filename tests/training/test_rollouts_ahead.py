@@ -99,6 +99,23 @@ def test_the_same_run_twice_is_the_same(tmp_path):
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_evaluations_during_training_do_not_change_it(tmp_path, ahead):
+    """Rollouts that were requested ahead are complete before the servers get the weights that are evaluated."""
+    evaluated = ["--evaluation.prompts", "2", "--evaluation.samples", "2", "--evaluation.ns", "1", "--evaluation.every"]
+    for name, every in {"with": "2", "without": "0"}.items():
+        with FakeVLLM(SOURCE) as fake:
+            assert train.main(arguments(tmp_path / name, [fake], *evaluated, every, ahead=ahead)) == 0
+    for name in ("reward", "kl", "sampling/version", "grad_norm"):
+        assert of(tmp_path / "with", name) == of(tmp_path / "without", name)
+    ours, theirs = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lines = [(tmp_path / name / "evaluations.jsonl").read_text().splitlines() for name in ("with", "without")]
+    assert [json.loads(line)["step"] for line in lines[0]] == [0, 2, 4, 6]
+    assert [lines[0][0], lines[0][-1]] == lines[1]
+
+
 def test_a_rollout_that_is_too_old_is_refused(server, tmp_path, monkeypatch, capsys):
     draw = Sampler.draw
     monkeypatch.setattr(Sampler, "draw", lambda self, engine, batch: replace(draw(self, engine, batch), version=0))

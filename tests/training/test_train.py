@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos import commands
 from support import random_models
 from support.helpers import Forked, Job, environment, fork_ranks, run_all, tiny_model
-from support.runs import arguments, assert_same_curve, same, steps_in, untimed, weights
+from support.runs import arguments, assert_same_curve, same, steps_in, torchrun, untimed, weights
 from transformers import AutoTokenizer
 
 from nlgrpo import train
@@ -683,12 +682,6 @@ LOADS = {
         "evaluation__prompts": 4,
     },
 }
-
-
-def torchrun(ranks: int, options: list[str]) -> Forked:
-    """Train under torchrun, in processes forked from this one."""
-    launch = commands.on_ranks(lambda *_: train.main(options), ranks)
-    return Forked(partial(launch, work=None, out=None))
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:

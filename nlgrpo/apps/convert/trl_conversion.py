@@ -109,8 +109,8 @@ def convert(options: Mapping[str, Any], world: int = 1) -> Converted:
     for name in AT_LEAST_ONE:
         if given[name] is not None and given[name] < 1:
             raise UserError(f"{name} = {given[name]}: expected at least 1")
-    for name in ("warmup_steps", "warmup_ratio", "save_steps"):
-        if not 0 <= given[name] < math.inf:
+    for name in ("warmup_steps", "warmup_ratio", "save_steps", "eval_steps", "logging_steps"):
+        if given[name] is not None and not 0 <= given[name] < math.inf:
             raise UserError(f"{name} = {given[name]}: expected a number of steps, or a share of them below 1")
     out = Converted()
     _batches(given, out, world)
@@ -313,10 +313,14 @@ def _evaluation(given: Mapping[str, Any], out: Converted) -> None:
         samples = given["num_generations_eval"]
         out.set("evaluation.samples", samples)
         out.set("evaluation.ns", [n for n in schema.EvaluationConfig().ns if n <= samples])
-    if (given["evaluation_strategy"] or given["eval_strategy"]) in ("no", False):
+    strategy = given["evaluation_strategy"] or given["eval_strategy"]
+    if strategy in ("no", False):
         out.set("evaluation.prompts", 0)
         out.notes.append("evaluation.prompts: 0, because eval_strategy is 'no'; above 0 evaluates before and after")
+        if given["load_best_model_at_end"]:
+            out.drop("load_best_model_at_end", True, "needs an eval_strategy, as in TRL")
         return
+    _evaluation_steps(strategy, given, out)
     if given[EVALUATION] is None:  # TRL's own script
         name = given["dataset_name"]
         config = given["dataset_config"]
@@ -328,7 +332,32 @@ def _evaluation(given: Mapping[str, Any], out: Converted) -> None:
     if name:
         out.set("data.evaluation", _source(name, config, out))
         out.set("data.evaluation_split", split)
-    out.notes.append("evaluation.prompts: the number, before and after training; TRL evaluates on all prompts")
+    out.notes.append("evaluation.prompts: the number; TRL evaluates on all prompts")
+
+
+def _evaluation_steps(strategy: object, given: Mapping[str, Any], out: Converted) -> None:
+    """TRL evaluates every ``eval_steps`` optimizer steps, by default every ``logging_steps``."""
+    steps = given["logging_steps"] if given["eval_steps"] is None else given["eval_steps"]
+    if strategy != "steps":
+        out.drop("eval_strategy", strategy, "evaluation.every counts steps; set it, or 0 for before and after only")
+    elif steps < 1 and given["max_steps"] <= 0:
+        out.notes.append(f"evaluation.every: {steps:g} of train.steps")
+    else:
+        steps = math.ceil(given["max_steps"] * steps) if steps < 1 else int(steps)
+        out.set("evaluation.every", _rollouts("evaluation.every", steps, given, out))
+    if not given["load_best_model_at_end"]:
+        return
+    metric = given["metric_for_best_model"] or "loss"
+    name = str(metric).removeprefix("eval_")
+    smaller = given["greater_is_better"] is False or (given["greater_is_better"] is None and name.endswith("loss"))
+    if not out.keys.get("evaluation", {}).get("every"):
+        out.notes.append("train.keep_best: needs evaluation.every")
+    elif name in ("reward", "completions/mean_length") or re.fullmatch("rewards/.+/mean", name):
+        out.set("train.keep_best", f"min:{name}" if smaller else name)
+    else:
+        out.drop(
+            "metric_for_best_model", metric, "evaluations have rewards, objectives and lengths; see train.keep_best"
+        )
 
 
 # --- sampling and saving ----------------------------------------------------------------------------------------------
@@ -455,7 +484,8 @@ def _grpo(given: Mapping[str, Any], out: Converted) -> None:
     out.set("loss.beta", given["beta"])
     out.set("loss.scale", _scale(given["scale_rewards"], out))
     out.set("loss.level", given["importance_sampling_level"])
-    out.set("loss.kl_importance", given["use_bias_correction_kl"])
+    if not given["use_bias_correction_kl"]:
+        out.set("loss.kl_importance", False)
     if given["multi_objective_aggregation"] != "sum_then_normalize":
         reason = "rewards are summed; loss.aggregate joins objectives"
         out.drop("multi_objective_aggregation", given["multi_objective_aggregation"], reason)

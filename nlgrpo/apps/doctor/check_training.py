@@ -199,7 +199,8 @@ def learner_step(folder: Path, ranks: Ranks, compute: torch.dtype, start: Any) -
 def plain_step(start: Any) -> Step:
     """The same step in float64, one sequence at a time.
 
-    loss = sum over tokens (-A exp(log p - sg(log p)) + beta (e^d - d - 1)) / tokens,   d = log p_ref - log p
+    loss = sum over tokens ratio (-A + beta (e^d - d - 1)) / tokens
+    ratio = exp(log p - sg(log p)),   d = log p_ref - log p
     """
     import copy
 
@@ -216,7 +217,8 @@ def plain_step(start: Any) -> Step:
             with torch.no_grad():
                 ref = logprobs(reference, prompt, completion)
             d = ref - logp
-            terms = -advantages[p, m] * (logp - logp.detach()).exp() + BETA * (d.exp() - d - 1)
+            ratio = (logp - logp.detach()).exp()
+            terms = -advantages[p, m] * ratio + BETA * ratio * (d.exp() - d - 1)
             loss = loss + terms.sum() / lengths.sum()
     loss.backward()
     norm = torch.stack([parameter.grad.square().sum() for parameter in policy.parameters()]).sum().sqrt()

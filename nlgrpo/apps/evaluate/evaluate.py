@@ -20,15 +20,13 @@ from nlgrpo.apps.evaluate import results
 from nlgrpo.apps.evaluate.model_evaluation import EvaluationOptions, build_evaluation, evaluate
 from nlgrpo.apps.evaluate.named_models import NamedModel, named
 from nlgrpo.apps.evaluate.options import read_options
-from nlgrpo.calibration import rewind
 from nlgrpo.config import recipes, schema, validate
 from nlgrpo.config.overrides import override
 from nlgrpo.config.schema import Config
 from nlgrpo.engine.rollouts.evaluation_samples import write_evaluation
-from nlgrpo.errors import UserError, as_user_error
-from nlgrpo.objectives.registry import MajorityVote, parse
-from nlgrpo.runtime import user_code
+from nlgrpo.errors import UserError
 from nlgrpo.runtime.supervision import process_group
+from nlgrpo.training.evaluation_entries import expanded
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -52,7 +50,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[EvaluationOptions, Config]
     unknown = [name for name in gold if name not in cfg.rewards]
     if unknown:
         raise UserError(f"--gold {unknown[0]}: unknown reward; the rewards are {', '.join(cfg.rewards)}")
-    procedures = tuple(_expanded(known.procedures.split(","), ns, known.n))
+    procedures = tuple(expanded(known.procedures.split(","), ns, known.n, "--procedures", "--n"))
     reference = known.reference or cfg.model.path
     return EvaluationOptions(models, reference, known.out, procedures, ns, gold, not known.no_kl), cfg
 
@@ -84,23 +82,6 @@ def _integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise UserError(f"--ns {text}: expected whole numbers separated by commas, such as 1,2,4") from None
-
-
-def _expanded(procedures: Sequence[str], ns: Sequence[int], samples: int) -> list[str]:
-    """Expand "bon" and "wor" to every N (N = 1 is "mean"), and parse the other procedures."""
-    names = []
-    for text in filter(None, map(str.strip, procedures)):
-        names += [f"{text}:{n}" for n in ns] if text in ("bon", "wor") else [text]
-    found = []
-    for name in names:
-        with as_user_error():
-            chosen = rewind.parse_rewind(name) or parse(name, user_code.function)
-        if isinstance(chosen, rewind.RewindAndRepeat) and chosen.most > samples:
-            raise UserError(f"--procedures {chosen}: needs up to {chosen.most} samples, and --n is {samples}")
-        if isinstance(chosen, MajorityVote) and chosen.n > samples:
-            raise UserError(f"--procedures {chosen}: {chosen.n} votes of {samples} samples; increase --n")
-        found.append("mean" if name in ("bon:1", "wor:1") else str(chosen))
-    return list(dict.fromkeys(found))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from nlgrpo.config.schema import Config, LossConfig
-from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import Objective
 
 SMALL = 0.01  # a beta of DPO or IPO below this gets a note
@@ -32,9 +31,9 @@ def notes(config: Config, objectives: Mapping[str, Objective], compute: torch.dt
 def _on_sampler(config: Config, compute: torch.dtype | None) -> Iterator[str]:
     """Notes on a sampler that is not the policy, which importance weights correct for."""
     ahead = config.rollout.ahead
+    yield from _on_truncation(config)
     if config.loss.correction != "none":
         return
-    yield from _on_truncation(config)
     if ahead > 0:
         yield (
             f"rollout.ahead = {ahead}: completions are up to {ahead} step{'s' * (ahead > 1)} old, and nothing corrects "
@@ -52,7 +51,10 @@ def _on_truncation(config: Config) -> Iterator[str]:
     cuts = [f"{name} = {value:g}" for name, value, off in
             (("top_k", r.top_k, 0), ("top_p", r.top_p, 1), ("min_p", r.min_p, 0)) if value != off]  # fmt: skip
     if cuts:
-        yield f"rollout.{', rollout.'.join(cuts)}: samples come from the truncated policy, and the full one is trained."
+        yield (
+            f"rollout.{', rollout.'.join(cuts)}: samples come from the truncated policy, and the full one is trained; "
+            "loss.correction cannot weight tokens that are never sampled."
+        )
 
 
 def _on_ignored_keys(config: Config) -> Iterator[str]:
@@ -102,13 +104,6 @@ def _on_transforms(config: Config) -> Iterator[str]:
 
 
 def _on_estimators(config: Config, objectives: Mapping[str, Objective]) -> Iterator[str]:
-    M = config.rollout.samples
-    for name, objective in objectives.items():
-        if isinstance(objective, OfN) and objective.estimator == "plugin" and objective.n > M:
-            yield (
-                f"rewards.{name}: {objective} with {M} samples is a plug-in estimate, biased at order 1/M; "
-                f"rollout.samples >= {objective.n} allows '{objective}:unbiased'."
-            )
     loss = config.loss
     if loss.aggregate != "sum" and loss.aggregate_at == "batch" and loss.aggregate_memory == 0:
         yield (
@@ -124,11 +119,17 @@ def _on_loss(config: Config) -> Iterator[str]:
             f"loss.scale = {loss.scale!r}: advantages are divided by their standard deviation, which undoes the "
             "scale of the linearisation (IAMA, 6); 'none' keeps it."
         )
-    if loss.algorithm == "ppo" and config.critic.whiten and loss.beta > 0 and loss.kl_in == "loss":
+    if loss.algorithm == "ppo" and config.critic.whiten:
         yield (
-            "critic.whiten divides the advantages by their standard deviation, but not the KL in the loss, whose "
-            "relative weight becomes beta times that std; loss.kl_in = 'reward' divides both."
+            "critic.whiten subtracts the mean of all tokens' advantages and divides by their standard deviation, so "
+            "that long completions and the other prompts of the step change a prompt's gradient; false keeps the "
+            "objective's."
         )
+        if loss.beta > 0 and loss.kl_in == "loss":
+            yield (
+                "critic.whiten does not divide the KL in the loss, whose relative weight becomes beta times that std; "
+                "loss.kl_in = 'reward' divides both."
+            )
     if loss.normalization == "grpo":
         yield (
             "loss.normalization = 'grpo': a completion's gradient is divided by its length, so tokens of long "
@@ -148,8 +149,20 @@ def _on_loss(config: Config) -> Iterator[str]:
 
 def _on_kl(config: Config) -> Iterator[str]:
     loss = config.loss
-    if loss.beta > 0 and loss.kl_in == "loss" and loss.kl == "k1":
+    if loss.beta == 0 or loss.kl_in == "reward":
+        return
+    if loss.kl == "k1":
         yield (
             "loss.kl = 'k1' in the loss has a gradient of 0 in expectation, so it does not restrain the policy; "
             "use 'k2' or 'k3', or loss.kl_in = 'reward'."
+        )
+    if loss.kl == "k3" and not loss.weights_kl:
+        yield (
+            "loss.kl_importance = false: k3 without the ratio has the gradient of KL(reference || policy) in "
+            "expectation, not that of KL(policy || reference); true, the default, has the latter."
+        )
+    if loss.kl == "k3" and loss.weights_kl and loss.level == "sequence":
+        yield (
+            "loss.level = 'sequence' weights k3 by the ratio of the whole completion, which does not have the gradient "
+            "of KL(policy || reference); loss.kl = 'k2' and loss.kl_in = 'reward' have it on-policy."
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.table import Table
 
-from nlgrpo.apps.plan import advice, memory
+from nlgrpo.apps.plan import advice, estimates, memory
 from nlgrpo.apps.plan.memory import Memory
 from nlgrpo.apps.plan.notes import notes
 from nlgrpo.apps.plan.workload import CONTEXT, Workload
@@ -46,6 +46,7 @@ def workload(setup: Setup) -> Workload:
         device=setup.ranks.device.type,
         world=setup.ranks.world,
         prompt=setup.prompts.longest,
+        prompts_of_sets={name: one.prompts.longest for name, one in setup.evaluation_sets.items()},
         critic=critic_shape,
         reward_models=sum(getattr(reward.function, "nbytes", 0) for reward in setup.sampler.rewards),
         process=host_memory.of_process() if cpu else CONTEXT,
@@ -81,7 +82,7 @@ def show(setup: Setup) -> Table:
         "step": _step(cfg, ranks.world),
         **_critic_rows(cfg),
         "training": f"{steps}; {cfg.optim.description}",
-        "evaluation": f"{_evaluation(setup)}, before and after training",
+        "evaluation": _evaluation(setup),
         "memory per rank": memory_lines(plan),
         "folder": str(setup.config.run),
     }
@@ -91,14 +92,27 @@ def show(setup: Setup) -> Table:
 
 
 def _evaluation(setup: Setup) -> str:
-    prompts = min(setup.config.evaluation.prompts, len(setup.held_out))
-    text = size_of(prompts, setup.config.evaluation.samples, setup.held_out.left_out if prompts else {})
-    if prompts == 0:
-        return text
-    if setup.held_out is setup.prompts:
-        return f"{text} (it is also trained on: the data have no other)"
-    own = setup.config.data.evaluation or setup.sampler.environment is not None
-    return text if own else f"{text}, held out of the training data"
+    """What is evaluated and when: a line for each evaluation set."""
+    evaluation = setup.config.evaluation
+    when = "before and after training"
+    if evaluation.every > 0:
+        when = f"before training, every {evaluation.every} steps, and after training"
+    if not setup.evaluation_sets:
+        return "none"
+    lines: list[str] = []
+    for name, chosen in setup.evaluation_sets.items():
+        text = f"{name}: " if name else ""
+        text += size_of(len(chosen.batch.ids), chosen.sampler.samples, chosen.left_out)
+        own = name or setup.config.data.evaluation or setup.sampler.environment is not None
+        if not name and setup.held_out is setup.prompts:
+            text += " (it is also trained on: the data have no other)"
+        elif not own:
+            text += ", held out of the training data"
+        lines.append(f"{text}, {when}" if not lines else text)
+    if keep_best := setup.config.train.keep_best:
+        patience = f"; the run ends after {evaluation.patience} evaluations without a better one"
+        lines.append(f"best policy by {keep_best} in {setup.config.run / 'best'}{patience * (evaluation.patience > 0)}")
+    return "\n".join(lines)
 
 
 def check_memory(setup: Setup) -> None:
@@ -179,7 +193,7 @@ def _online_rows(setup: Setup) -> dict[str, str]:
     ]
     objective = " + ".join(terms) if loss.aggregate == "sum" else f"{loss.aggregate} of {', '.join(terms)}"
     objective += " at each prompt" if loss.aggregate_at == "prompt" else ""
-    estimator = loss.kl if loss.kl_in == "loss" else "k1"
+    estimator = f"{'weighted ' * loss.weights_kl}{loss.kl}" if loss.kl_in == "loss" else "k1"
     kl = f" - {loss.beta:g} KL (in the {loss.kl_in}, {estimator})" if loss.beta > 0 else ""
     kl += f" (KL: logged every {loss.log_kl_every} steps)" * (loss.beta == 0 and loss.log_kl_every > 0)
     if loss.jeffreys:
@@ -187,7 +201,9 @@ def _online_rows(setup: Setup) -> dict[str, str]:
         return {"objective": f"maximise {1 - loss.jeffreys:g} ({objective}{kl}) + {loss.jeffreys:g} {best}"}
     if all(str(setup.objective.objectives[name]) == "mean" for name, reward in rewards.items() if reward.weight != 0):
         kl += '; the mean is what GRPO maximises, for one sample. For the best of 8: objective = "bon:8"'
-    return {"objective": f"maximise {objective}{kl}"}
+    rows = {"objective": f"maximise {objective}{kl}"}
+    biased = estimates.lines(setup.objective.objectives, rewards, setup.config.rollout.samples, loss.baseline)
+    return rows | ({"estimators": "\n".join(biased)} if biased else {})
 
 
 def _offline_rows(cfg: Config, samples: OfflineSamples) -> dict[str, str]:

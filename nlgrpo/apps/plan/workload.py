@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -37,6 +38,8 @@ class Workload:
     device: str
     world: int
     prompt: int
+    prompts_of_sets: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of the longest prompt of each evaluation set; of one that is not here: ``prompt``."""
     critic: Shape | None = None
     """Shape of PPO's separate critic."""
     reward_models: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def _chart(panel: Panel, looks: Mapping[str, Style], rewards: Sequence[str]) -> 
     most = min(POINTS, max(60, POINTS_IN_ALL // len(panel.series)))
     curves = [_curve(series, most, with_values=with_values) for series in panel.series]
     steps = np.unique(np.concatenate([kept for kept, _, _ in curves]))
-    shown = []
+    shown: list[dict[str, Any]] = []
     for place, (series, (kept, values, average)) in enumerate(zip(panel.series, curves, strict=True)):
         style = style_of(series, place, looks, rewards)
         shown.append(
@@ -44,6 +45,9 @@ def _chart(panel: Panel, looks: Mapping[str, Style], rewards: Sequence[str]) -> 
                 "average": None if average is None else _at(steps, kept, average),
             }
         )
+        ends = series.interval()
+        if ends is not None and with_values and average is None and len(ends[0]) == len(kept):
+            shown[-1] |= {"low": _at(steps, kept, ends[0]), "high": _at(steps, kept, ends[1])}
     return {
         "title": panel.title,
         "ylabel": panel.ylabel,
@@ -70,5 +74,5 @@ def _at(steps: np.ndarray, kept: np.ndarray, values: np.ndarray) -> list[float |
     shown: list[float | None] = []
     for step in steps.tolist():
         value = by_step.get(step)
-        shown.append(None if value is None else float(f"{value:.{DIGITS}g}"))
+        shown.append(None if value is None or math.isnan(value) else float(f"{value:.{DIGITS}g}"))
     return shown

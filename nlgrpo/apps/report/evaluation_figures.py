@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nlgrpo.apps.evaluate.results import Entry
 from nlgrpo.apps.report.configurations import Place
 from nlgrpo.apps.report.figures import GREY, NAMED, Style, legend, panels_of, shortened
 from nlgrpo.engine.rollouts.evaluation_samples import left_out
+from nlgrpo.training.evaluation_entries import Entry
 from nlgrpo.training.evaluation_summary import Estimate
 
 KLS = ("kl/k1", "kl/k3", "kl/training")  # estimates of the KL, the best first

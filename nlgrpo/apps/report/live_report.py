@@ -23,6 +23,7 @@ FOLLOWED = (
     *configurations.FILES,
     run_files.METRICS_FILE,
     run_files.SAMPLES_FILE,
+    run_files.EVALUATIONS_FILE,
     evaluation_samples.EVALUATION_FILE,
     results.RESULTS_FILE,
     state.SWEEP_FILE,

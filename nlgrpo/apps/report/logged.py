@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from nlgrpo.training.tracking import run_files
 
 LARGEST = 1e300  # of a number in a file; larger ones are no metrics
 LAST_STEP = 2**53  # a script can count no further
+LOW = "/low"  # after the name of a metric of an evaluation: the ends of its interval
+HIGH = "/high"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,26 @@ class Logged:
                     metrics[name] = np.full(len(steps), math.nan)
                 metrics[name][place] = value
         return cls(np.array(steps, dtype=np.int64), metrics, +nulls)
+
+    @classmethod
+    def of_evaluations(cls, rows: Sequence[Mapping[str, Any]]) -> Logged:
+        """Make columns of the rows of an `evaluations.jsonl`: NAME, and the ends of its interval, NAME/low and /high.
+
+        Rows and numbers that are none count as missing.
+        """
+        flat = []
+        for row in rows:
+            found = {"step": row["step"]}
+            values = row.get("values")
+            for name, numbers in values.items() if isinstance(values, Mapping) else ():
+                if isinstance(numbers, Sequence) and len(numbers) == 3:
+                    found |= dict(zip((name, name + LOW, name + HIGH), numbers, strict=True))
+            flat.append(found)
+        return cls.of(flat)
+
+    def without_intervals(self) -> Logged:
+        """Return the values of evaluations alone: means over runs have other intervals."""
+        return replace(self, metrics={k: v for k, v in self.metrics.items() if not _is_end(k, self.metrics)})
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps that have a value of the metric, and their values; both empty if it was not logged."""
@@ -190,6 +212,14 @@ class Series:
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         return self.logged.points(self.metric)
 
+    def interval(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Ends of the 95% intervals at these points, NaN where there is none; None for a metric of training."""
+        ends = [self.logged.metrics.get(self.metric + end) for end in (LOW, HIGH)]
+        if ends[0] is None or ends[1] is None:
+            return None
+        known = ~np.isnan(self.logged.metrics[self.metric])
+        return ends[0][known], ends[1][known]
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -245,6 +275,70 @@ def panels_of_runs(runs: Mapping[str, Logged], objectives: Mapping[str, Mapping[
             for objective, series in by_objective.items():
                 panels.append(Panel(f"{title} {objective}".strip(), quantity.ylabel, series, important))
     return sorted(panels, key=lambda panel: not panel.important)
+
+
+def evaluation_panels(runs: Mapping[str, Logged], rewards: Sequence[str], binary: Collection[str]) -> list[Panel]:
+    """Return the panels of evaluations during training, of one run or several; [] if there were none.
+
+    One run has a panel for each set and quantity, with a curve of each procedure; several have one for each metric.
+    ``rewards``: their names; those in ``binary`` are 0 or 1, so that best-of-N is called pass@N.
+    """
+
+    def label_of(name: str) -> str:
+        label = _evaluated(name)[2]
+        if not any(f"rewards/{reward}/" in name or f"win_rate/{reward}/" in name for reward in binary):
+            return label
+        return "pass@1" if label == "mean" else re.sub("^best-of-", "pass@", label)
+
+    during = {run: logged for run, logged in runs.items() if len(logged) > 2}  # not only before and after training
+    panels = []
+    every = dict.fromkeys(name for logged in during.values() for name in logged.metrics)
+    names = [name for name in every if not _is_end(name, every)]
+    if len(rewards) == 1:  # sums over one reward
+        names = [name for name in names if not (name.endswith(AGGREGATE) or _evaluated(name)[0].endswith(SUM))]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name in names:
+        title, ylabel, _ = _evaluated(name)
+        label = label_of(name)
+        key = (title, ylabel, "") if len(during) == 1 else (f"{title}: {label}", ylabel, name)
+        groups.setdefault(key, []).append(name)
+    for (title, ylabel, _), metrics in groups.items():
+        series = [
+            Series(run if len(during) > 1 else label_of(name), name, run, logged)
+            for name in metrics
+            for run, logged in during.items()
+            if name in logged.metrics
+        ]
+        important = any(part in metrics[0] for part in ("objective/", "rewards/"))
+        panels.append(Panel(title, ylabel, series, important))
+    return panels
+
+
+def _is_end(name: str, names: Collection[str]) -> bool:
+    """Whether a metric is the end of the interval of another one."""
+    return any(name.endswith(end) and name.removesuffix(end) in names for end in (LOW, HIGH))
+
+
+EVALUATION = "Evaluation"
+SUM = "weighted sum"
+PARTS = (  # of the names of `training.evaluation_values`
+    (re.compile(r"(?:(.+)/)?objective/([^/]+)"), "objective", "objective value"),
+    (re.compile(r"(?:(.+)/)?rewards/(.+)/([^/]+)"), "{}", "reward"),
+    (re.compile(r"(?:(.+)/)?win_rate/(.+)/([^/]+)"), "win rate of {} over the initial policy", "win rate"),
+    (re.compile(r"(?:(.+)/)?reward(?:_(.+))?"), SUM, "reward"),
+    (re.compile(r"(?:(.+)/)?completions/(mean_length)"), "completion length", "tokens"),
+)
+
+
+def _evaluated(name: str) -> tuple[str, str, str]:
+    """Title of the panel of a metric, the label of its axis, and of the curve."""
+    for pattern, about, ylabel in PARTS:
+        found = pattern.fullmatch(name)
+        if found is not None:
+            of_set, *rest = found.groups()
+            title = f"{EVALUATION} ({of_set})" if of_set else EVALUATION
+            return f"{title}: {about.format(rest[0])}", ylabel, rest[-1] or "mean"
+    return f"{EVALUATION}: {name}", "value", name
 
 
 def objective_text(objectives: Mapping[str, str]) -> str:

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 
 from nlgrpo import __version__
 from nlgrpo.apps.evaluate.named_models import split_label
-from nlgrpo.apps.evaluate.results import Entry
 from nlgrpo.apps.report import (
     charts,
     completions,
@@ -42,6 +41,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import EvaluationSamples, sizes_o
 from nlgrpo.errors import UserError
 from nlgrpo.runtime import atomic_files
 from nlgrpo.training import evaluation_summary
+from nlgrpo.training.evaluation_entries import Entry
 from nlgrpo.training.evaluation_summary import (
     WEIGHTED_SUM,
     Estimate,
@@ -224,7 +224,9 @@ class _Report:
         else:
             [(label, of_run)] = runs.items()
             panels = logged.panels_of_run(label, of_run, objectives[label])
+        evaluated = {model.label: model.evaluated for model in self.found.models if model.label in runs}
         rewards = list(dict.fromkeys(name for of_run in objectives.values() for name in of_run))
+        panels = [*logged.evaluation_panels(evaluated, rewards, binary_rewards(self.found.sampled)), *panels]
         important = [panel for panel in panels if panel.important][:PANELS]
         if important:
             self._save("curves", figures.render_png(partial(figures.curves, important, looks, rewards)))

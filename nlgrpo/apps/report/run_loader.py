@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nlgrpo.apps.evaluate import results
 from nlgrpo.apps.evaluate.named_models import split_label
-from nlgrpo.apps.evaluate.results import Entry, compared
 from nlgrpo.apps.report import configurations, recorded_tables
 from nlgrpo.apps.report.logged import Logged, mean_over_runs, objective_text
 from nlgrpo.apps.sweep import state as sweep_state
@@ -33,6 +32,7 @@ from nlgrpo.engine.rollouts.evaluation_samples import (
 from nlgrpo.errors import UserError
 from nlgrpo.objectives.rank_based import OfN
 from nlgrpo.objectives.registry import is_pairwise, is_voted, parse
+from nlgrpo.training.evaluation_entries import Entry, compared, entries
 from nlgrpo.training.evaluation_summary import WEIGHTED_SUM, Estimate, weighted_best_of_n
 from nlgrpo.training.tracking import run_files
 
@@ -56,6 +56,8 @@ class Model:
     settings: str  # key of its configuration in `ReportData.settings`
     state: str = ""
     logged: Logged = field(default_factory=Logged)
+    evaluated: Logged = field(default_factory=Logged)
+    """The evaluations during training, with intervals."""
     sampled: EvaluationSamples | None = None
     reference: str = ""  # label of the reference that it is compared with
     entries: list[Entry] = field(default_factory=list)
@@ -240,6 +242,7 @@ def _read_run(
         settings=label,
         state=state or _state(folder, sampled),
         logged=logged,
+        evaluated=Logged.of_evaluations(run_files.read_jsonl(folder / run_files.EVALUATIONS_FILE)),
         sampled=sampled.get("after"),
         given=given,
         folders=[folder],
@@ -304,13 +307,13 @@ def _evaluate_run(found: ReportData, model: Model, sampled: Mapping[str, Evaluat
         model.reference, new = found.reference_label(sampled["before"], model.label)
         if new:
             kept = {model.reference: sampled["before"]}
-            found.reference_entries += results.entries(kept, _procedures(kept), ())
+            found.reference_entries += entries(kept, _procedures(kept), ())
     if "after" not in sampled:
         return
     both = {model.label: sampled["after"]}
     if "before" in sampled:
         both = {model.reference: sampled["before"]} | both
-    rows = results.entries(both, _procedures(both), ())
+    rows = entries(both, _procedures(both), ())
     model.entries = [entry for entry in rows if entry.model == model.label]
     distance = _training_kl(model.logged)
     if not math.isnan(distance):
@@ -430,7 +433,9 @@ def _of_seeds(found: ReportData, by_seed: Mapping[Any, Model], taken: set[str]) 
     for model in models:
         del found.settings[model.label]
     states = dict.fromkeys(model.state for model in models)
-    joined = Model(label, label, label, ", ".join(states), mean_over_runs([model.logged for model in models]), after)
+    joined = Model(label, label, label, ", ".join(states), mean_over_runs([model.logged for model in models]))
+    joined.sampled = after
+    joined.evaluated = mean_over_runs([model.evaluated.without_intervals() for model in models])
     joined.folders = [folder for model in models for folder in model.folders]
     joined.by_seed = {seed: model.sampled for seed, model in ordered.items() if model.sampled is not None}
     _evaluate_run(found, joined, {"before": before, "after": after})
@@ -459,7 +464,7 @@ def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str
     found.settings[label] = settings
     sampled = _read_samples_of_models(folder, notes)
     if not rows and sampled and comparable(list(sampled.values())):
-        rows = results.entries(sampled, _procedures(sampled), ())
+        rows = entries(sampled, _procedures(sampled), ())
     names = list(dict.fromkeys([*sampled, *(entry.model for entry in rows)]))
     reference = ""
     for i, name in enumerate(names):
@@ -469,9 +474,9 @@ def _read_evaluation(found: ReportData, folder: Path, label: str, taken: set[str
             continue
         unique = f"{name} · {label}" if name in taken else name
         taken.add(unique)
-        entries = [replace(entry, model=unique) for entry in rows if entry.model == name]
-        state = "evaluated" if entries or name in sampled else "not evaluated"
-        model = Model(unique, name, label, state, sampled=sampled.get(name), reference=reference, entries=entries)
+        own = [replace(entry, model=unique) for entry in rows if entry.model == name]
+        state = "evaluated" if own or name in sampled else "not evaluated"
+        model = Model(unique, name, label, state, sampled=sampled.get(name), reference=reference, entries=own)
         found.models.append(model)
     found.notes += [f"{label}: {note}" for note in notes]
 

@@ -314,13 +314,21 @@ def evaluate(
 
 def write_evaluation(run: Path, /, **sampled: EvaluationSamples) -> None:
     """Write ``evaluation.json``: ``write_evaluation(run, before=..., after=...)``; ``after`` exists after training."""
+    write_samples(run / EVALUATION_FILE, sampled)
+
+
+def write_samples(path: Path, sampled: Mapping[str, EvaluationSamples]) -> None:
     content = {name: one.to_json() for name, one in sampled.items()}
-    atomic_write(run / EVALUATION_FILE, json.dumps(content, allow_nan=False))
+    atomic_write(path, json.dumps(content, allow_nan=False))
 
 
 def read_evaluation(run: Path) -> dict[str, EvaluationSamples]:
     """Read ``evaluation.json`` of a run: ``{"before": ..., "after": ...}``. Raises UserError if missing or damaged."""
-    path = run / EVALUATION_FILE
+    return read_samples(run / EVALUATION_FILE)
+
+
+def read_samples(path: Path) -> dict[str, EvaluationSamples]:
+    """Like `read_evaluation`, from the file of any evaluation set."""
     if not path.is_file():
         raise UserError(
             f"{path} is missing: the run is training, or was stopped before its evaluation; resume it to finish"

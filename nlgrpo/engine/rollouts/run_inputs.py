@@ -128,6 +128,7 @@ def digests_of(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Prompts,
     held_out: PromptSet,
+    evaluation_sets: Mapping[str, PromptSet],
     scorers: Sequence[Scorer],
     stop_ids: Sequence[int],
 ) -> RunInputs:
@@ -140,6 +141,10 @@ def digests_of(
     if len(known) or len(held_out):
         found.add("data", "data", digest_of_rows(both), "prompts or columns of the data, or their order")
         found.add("ids", "template", digest_of_ids(both), RENDERED, unless=("data", "tokenizer", "template"))
+    for name, prompts_of_set in evaluation_sets.items():
+        if prompts_of_set is not held_out:
+            digest = digest_of_rows([prompts_of_set])
+            found.add(f"evaluation.sets.{name}", "data", digest, f"prompts or columns of evaluation.sets.{name}")
     if cfg.calibration.rollouts:
         from nlgrpo.engine.rollouts.reference_rollouts import read_index
 

@@ -47,6 +47,8 @@ class MetricsLogger:
             run.mkdir(parents=True, exist_ok=True)
             for name in (run_files.METRICS_FILE, run_files.SAMPLES_FILE):
                 run_files.trim(run / name, resume_step)
+            if (run / run_files.EVALUATIONS_FILE).is_file():  # an evaluation is before the step of its number
+                run_files.trim(run / run_files.EVALUATIONS_FILE, resume_step + 1)
         self._trackers: list[BackgroundTracker] = []
         if tracked is not None:
             from nlgrpo.training.tracking import trackers
@@ -66,13 +68,19 @@ class MetricsLogger:
             tracker.log(step, values)
         self._progress.update(step, values)
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send an evaluation to the trackers; names begin with "eval_", as in TRL.
+    def evaluation(self, step: int, values: Mapping[str, Sequence[float]], metrics: Mapping[str, float]) -> None:
+        """Log an evaluation after ``step`` trained steps: ``values`` to ``evaluations.jsonl``, ``metrics`` to trackers.
 
-        ``step``: the last one before the evaluation; 0 for the initial policy. `metrics.jsonl` has training only.
+        ``values``: each number with the ends of its interval. Names in ``metrics`` begin with "eval_", as in TRL; their
+        step is the last one before the evaluation, and 0 for the initial policy too.
         """
-        for tracker in self._trackers if self.enabled else ():
-            tracker.log(step, metrics)
+        if not self.enabled:
+            return
+        with atomic_files.into(self._run):
+            row = {"step": step, "values": {name: list(numbers) for name, numbers in values.items()}}
+            run_files.append(self._run / run_files.EVALUATIONS_FILE, [row])
+        for tracker in self._trackers:
+            tracker.log(max(0, step - 1), metrics)
 
     def table(self, step: int, rows: Sequence[Sample]) -> None:
         """Append completions of a prompt with rewards and advantages to ``samples.jsonl``, and print the first ones."""

@@ -1,6 +1,6 @@
-"""The JSON-lines files of a run: ``metrics.jsonl``, one line per step, and ``samples.jsonl``, one per completion.
+"""The JSON-lines files of a run, and the names of other files that logging writes.
 
-Also the name of its report, the last file that it writes.
+``metrics.jsonl`` has a line per step, ``samples.jsonl`` one per completion, ``evaluations.jsonl`` one per evaluation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from nlgrpo.runtime.distributed import Ranks
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 REPORT_FILE = "report.html"
 TRACKERS_FILE = "trackers.json"
 # What logging writes into the folder of a run.
-LOGGED = (METRICS_FILE, SAMPLES_FILE, TRACKERS_FILE, "tensorboard", "wandb", "comet")
+LOGGED = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, TRACKERS_FILE, "tensorboard", "wandb", "comet")
 TRACKER_KEYS = ("train.track", "train.project", "train.run_name")  # they may change when a run resumes
 TAIL = 2**16  # bytes; more than two lines of metrics
 
@@ -54,8 +55,12 @@ def last_step(path: Path) -> int | None:
 
 def trim(path: Path, resume_step: int) -> None:
     """Remove the entries from ``resume_step`` on. These steps run again and would be logged twice."""
-    kept = [entry for entry in read_jsonl(path) if entry["step"] < resume_step]
-    atomic_files.atomic_write(path, "".join(_line(entry) for entry in kept))
+    write(path, [entry for entry in read_jsonl(path) if entry["step"] < resume_step])
+
+
+def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a file by these entries, atomically."""
+    atomic_files.atomic_write(path, "".join(_line(entry) for entry in entries))
 
 
 def append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -65,7 +70,7 @@ def append(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def sync(folder: Path, ranks: Ranks) -> None:
-    """Write both files of a run to the disk, before a checkpoint that continues them; collective.
+    """Write the files of a run to the disk, before a checkpoint that continues them; collective.
 
     After a power cut the steps before the checkpoint are not repeated, so their lines must exist. Raises UserError on
     all ranks if the disk fails.
@@ -73,7 +78,7 @@ def sync(folder: Path, ranks: Ranks) -> None:
 
     def work() -> None:
         with atomic_files.into(folder):
-            for path in filter(Path.exists, (folder / METRICS_FILE, folder / SAMPLES_FILE)):
+            for path in filter(Path.exists, (folder / METRICS_FILE, folder / SAMPLES_FILE, folder / EVALUATIONS_FILE)):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
@@ -88,6 +93,8 @@ def _finite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -42,13 +42,19 @@
     for (const curve of panel.series) {
       const style = { label: curve.label, show: !hidden.has(curve.label), stroke: curve.colour, dash: curve.dash, width: 2, spanGaps: true };
       const values = curve.values;
+      if (curve.low) {
+        // the ends of the intervals, between which the chart is shaded
+        const end = { show: style.show, stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+        found.push({ values: curve.high, style: end, behind: true, band: curve.colour + "33" });
+        found.push({ values: curve.low, style: end, behind: true });
+      }
       if (curve.average && average.checked) {
         const faint = { show: style.show, stroke: curve.colour + "66", width: 1, spanGaps: true, points: { show: false } };
         const value = (chart, v, i, at) => text(at == null ? null : values[at]);
         found.push({ values, style: faint, behind: true });
         found.push({ values: curve.average, style: { ...style, value, points: { show: false } } });
       } else {
-        const points = { show: panel.x.length < 8 };
+        const points = { show: panel.x.length < 8 || "low" in curve };
         found.push({ values, style: { ...style, value: (chart, v) => text(v), points } });
       }
     }
@@ -80,14 +86,14 @@
     const near = document.createElement("p");
     near.className = "soft near";
 
-    // A click on a name in the legend hides a curve: hide its values too.
+    // A click on a name in the legend hides a curve: hide its values and its intervals too.
     function together(chart, i, options) {
       if (several && "focus" in options) {
         const found = i == null || !options.focus ? null : all[i - 1];
         const at = chart.cursor.idx;
         near.textContent = found && at != null ? found.style.label + ": " + text(found.values[at]) : "";
       }
-      if (i > 1 && all[i - 2].behind && "show" in options) chart.setSeries(i - 1, { show: options.show });
+      for (let k = i - 1; k > 0 && all[k - 1].behind && "show" in options; k--) chart.setSeries(k, { show: options.show });
     }
 
     const options = {
@@ -99,6 +105,7 @@
         axis({ size: 56, values: (chart, ticks) => ticks.map(tick) }),
       ],
       series: [{ label: "step" }, ...all.map((line) => line.style)],
+      bands: all.flatMap((line, i) => (line.band ? [{ series: [i + 1, i + 2], fill: line.band }] : [])),
       legend: { show: !several },
       focus: { alpha: several ? 0.25 : 1 },
       cursor: {
