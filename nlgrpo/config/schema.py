@@ -622,7 +622,7 @@ class EvaluationConfig:
     ns: tuple[int, ...] = free((1, 4))
     """Values of N for the printed best-of-N. 1 is the mean."""
     every: int = free(0, ge=0, note="0: only before and after training")
-    """Steps between evaluations during training, whose samples stay the same. 0: only before and after training."""
+    """Steps between evaluations during training; they do not change its samples. 0: only before and after training."""
     procedures: tuple[str, ...] = free(("bon",))
     """What is measured beside the objectives: "bon", "wor" (for every N of `ns`), "soft:0.1", "maj:4", ..., as
     `nlgrpo evaluate --procedures`. Each has a win rate against the initial policy."""
