@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nlgrpo.calibration import rewind
-from nlgrpo.calibration.rewind import RewindAndRepeat
 from nlgrpo.engine.rollouts.evaluation_samples import Coverage, EvaluationSamples
 from nlgrpo.errors import UserCodeError, UserError, as_user_error
 from nlgrpo.estimators import (
@@ -34,6 +33,17 @@ from nlgrpo.objectives.tilted import EntropicRisk
 from nlgrpo.runtime import user_code
 from nlgrpo.training.evaluation_summary import Estimate, voted
 
+if TYPE_CHECKING:
+    from nlgrpo.calibration.rewind import RewindAndRepeat
+
+
+def _parse(text: str) -> Objective | RewindAndRepeat:
+    if text.partition(":")[0] == "rewind":
+        from nlgrpo.calibration import rewind
+
+        return rewind.parse_rewind(text) or parse(text, user_code.function)
+    return parse(text, user_code.function)
+
 
 def expanded(procedures: Sequence[str], ns: Sequence[int], samples: int, key: str, samples_key: str) -> list[str]:
     """Expand "bon" and "wor" to every N (N = 1 is "mean"), and parse the other procedures.
@@ -47,8 +57,8 @@ def expanded(procedures: Sequence[str], ns: Sequence[int], samples: int, key: st
     found = []
     for name in names:
         with as_user_error():
-            chosen = rewind.parse_rewind(name) or parse(name, user_code.function)
-        if isinstance(chosen, rewind.RewindAndRepeat) and chosen.most > samples:
+            chosen = _parse(name)
+        if not isinstance(chosen, Objective) and chosen.most > samples:
             raise UserError(f"{key} {chosen}: needs up to {chosen.most} samples, and {samples_key} is {samples}")
         if isinstance(chosen, MajorityVote | OfN) and chosen.n > samples:
             what = "votes" if isinstance(chosen, MajorityVote) else "completions"
@@ -70,12 +80,12 @@ class Entry:
     p_value: float = math.nan  # of the hypothesis of no change
 
 
-Procedures = Mapping[str, Objective | RewindAndRepeat]
+Procedures = Mapping[str, "Objective | RewindAndRepeat"]
 
 
 def entries(found: Mapping[str, EvaluationSamples], procedures: Sequence[str], gold: Sequence[str]) -> list[Entry]:
     """Return the entries of all models; the first model is the reference."""
-    parsed = {text: rewind.parse_rewind(text) or parse(text, user_code.function) for text in procedures}
+    parsed = {text: _parse(text) for text in procedures}
     first, reference = next(iter(found.items()))
     base: dict[tuple[str, str], Tensor] = {}  # values of the reference
     rows = []
@@ -151,7 +161,7 @@ def _of_reward(name: str, sampled: EvaluationSamples, reference: Tensor, procedu
     rewards = sampled.rewards[name]
     scored = ~rewards.isnan()
     for text, procedure in procedures.items():
-        if isinstance(procedure, RewindAndRepeat):
+        if not isinstance(procedure, Objective):
             yield from _rewound(name, procedure, rewards, reference)
         elif not isinstance(procedure, MajorityVote):
             yield _under(name, text, rewards, reference, procedure)
@@ -172,7 +182,7 @@ def _judged(name: str, judge: str, sampled: EvaluationSamples, procedures: Proce
     judged = sampled.rewards[judge]
     scored = ~rewards.isnan() & ~judged.isnan()
     for text, procedure in procedures.items():
-        if not isinstance(procedure, RewindAndRepeat | MajorityVote | Functional | EntropicRisk):  # no choice of one
+        if isinstance(procedure, Objective) and not isinstance(procedure, MajorityVote | Functional | EntropicRisk):
             yield Measured(f"{judge} by choice of {name}", text, _chosen(rewards, judged, procedure), scored)
 
 

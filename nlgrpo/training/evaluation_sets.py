@@ -8,8 +8,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nlgrpo.config.evaluation_sets import SetConfig
 from nlgrpo.config.schema import Config
 from nlgrpo.data.prompt_dataset import Batch, Prompts, PromptSet, read_all
 from nlgrpo.engine.rollouts.inputs import reader_of, sampling_of
@@ -18,6 +18,9 @@ from nlgrpo.errors import UserError
 from nlgrpo.model.architectures import Shape
 from nlgrpo.rewards import reward_functions
 from nlgrpo.training.evaluation_entries import expanded
+
+if TYPE_CHECKING:
+    from nlgrpo.config.evaluation_sets import SetConfig
 
 MAIN = ""  # name of the set of the evaluation prompts of [data]
 SEED = 1 << 62  # the seeds of evaluations and of training differ in this bit
@@ -69,6 +72,8 @@ def evaluation_sets(
     if cfg.evaluation.prompts > 0:
         found[MAIN] = _set(MAIN, cfg, held_out, sampler, list(cfg.rewards), shape, world)
     for name in cfg.evaluation.sets:
+        from nlgrpo.config.evaluation_sets import SetConfig
+
         own = SetConfig.of(cfg, name)
         try:
             chosen = _prompts(own, shape, prompts, sampler) if own.has_source else held_out

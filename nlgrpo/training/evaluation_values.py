@@ -84,18 +84,19 @@ def procedure_name(procedure: str) -> str:
 def metrics(values: Mapping[str, Estimate], sampled: EvaluationSamples) -> dict[str, float]:
     """Return the numbers as trackers get them, with TRL's names where it has them: eval_reward, eval_rewards/NAME/mean.
 
-    NAME/low and NAME/high are the interval, where there is one. A number that is not over all prompts and samples has
-    NAME/prompts and NAME/samples beside it.
+    NAME_low and NAME_high are the interval, where there is one. A number that is not over all prompts and samples has
+    NAME_prompts and NAME_samples beside it. No name is another one with a "/" and more after it, because MLflow's store
+    in files has folders for them.
     """
     found = {}
     for name, estimate in values.items():
         found[f"eval_{name}"] = estimate.value
         if not math.isnan(estimate.low):
-            found[f"eval_{name}/low"] = estimate.low
-            found[f"eval_{name}/high"] = estimate.high
+            found[f"eval_{name}_low"] = estimate.low
+            found[f"eval_{name}_high"] = estimate.high
         if estimate.coverage.lines:
-            found[f"eval_{name}/prompts"] = float(estimate.coverage.prompts)
-            found[f"eval_{name}/samples"] = float(estimate.coverage.samples)
+            found[f"eval_{name}_prompts"] = float(estimate.coverage.prompts)
+            found[f"eval_{name}_samples"] = float(estimate.coverage.samples)
     found["eval_completions/min_length"] = sampled.lengths.min().item()
     found["eval_completions/max_length"] = sampled.lengths.max().item()
     return found

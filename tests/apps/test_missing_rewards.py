@@ -118,10 +118,10 @@ def test_one_missing_grade_does_not_drop_its_prompt():
         assert row.coverage == Coverage(20, 20, 150, 160)
     text = shown(before_after_table(sampled, sampled))
     assert "150 of 160 samples" in text
-    assert metrics_of(sampled, (1,)) | {"eval_reward/samples": 150.0} == metrics_of(sampled, (1,))
+    assert metrics_of(sampled, (1,)) | {"eval_reward_samples": 150.0} == metrics_of(sampled, (1,))
     whole = samples_of({"judge": np.ones((20, 8))})
     assert " of 20 prompts" not in shown(before_after_table(whole, whole))
-    assert not [name for name in metrics_of(whole, (1,)) if name.endswith(("/samples", "/prompts"))]
+    assert not [name for name in metrics_of(whole, (1,)) if name.endswith(("_samples", "_prompts"))]
 
 
 def test_prompts_with_too_few_samples_have_no_best_of_n():

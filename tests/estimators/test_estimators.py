@@ -395,10 +395,10 @@ def test_metrics_of_an_evaluation_have_the_weighted_sum_also_of_one_reward():
         {"judge": rewards}, torch.tensor([[1, 2], [3, 6]]), {"judge": "wor:2"}, {"judge": 0.5}, max_length=6
     )
     found = metrics_of(one, (1, 2))
-    low, high = found["eval_rewards/judge/mean/low"], found["eval_rewards/judge/mean/high"]
+    low, high = found["eval_rewards/judge/mean_low"], found["eval_rewards/judge/mean_high"]
     assert low < 2.75 < high
-    assert (found["eval_reward/low"], found["eval_reward/high"]) == (low / 2, high / 2)
-    assert {name: x for name, x in found.items() if not name.endswith(("/low", "/high"))} == {
+    assert (found["eval_reward_low"], found["eval_reward_high"]) == (low / 2, high / 2)
+    assert {name: x for name, x in found.items() if not name.endswith(("_low", "_high"))} == {
         "eval_rewards/judge/mean": 2.75, "eval_rewards/judge/worst-of-2": 1.5,
         "eval_reward": 1.375, "eval_reward_worst-of-2": 0.75,
         "eval_objective/judge": 1.5, "eval_objective/aggregate": 0.75,

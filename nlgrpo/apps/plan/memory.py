@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from nlgrpo.apps.plan import sampling_memory, update, vllm_memory
 from nlgrpo.apps.plan.sampling_memory import BY_OTHERS, ROUNDING
 from nlgrpo.apps.plan.workload import Uses, Workload
-from nlgrpo.config.evaluation_sets import SetConfig
 
 # A C library keeps part of the memory that was freed for later use: a share of the temporary memory of a phase, and a
 # multiple of what one block keeps. Fitted to measured peaks of Linux with glibc (experiments/plan_memory/README.md).
@@ -97,6 +96,8 @@ def _completions(work: Workload) -> dict[str, Uses]:
         if cfg.evaluation.prompts:
             found["evaluation"] = _by_engine(work, cfg.evaluation.prompts, cfg.evaluation.samples)
         for name in cfg.evaluation.sets:
+            from nlgrpo.config.evaluation_sets import SetConfig
+
             own = SetConfig.of(cfg, name).config
             of_set = replace(work, config=own, prompt=work.prompts_of_sets.get(name, work.prompt))
             found[f"evaluation {name}"] = _by_engine(of_set, own.evaluation.prompts, own.evaluation.samples)
